@@ -1,0 +1,250 @@
+"""The seam between a method and the platform: everything a method sees, and all that it hands back.
+
+No Ray, no MLflow, no input or output happens here. A method is a set of *stages*; a stage is a number of *rounds*; a round
+is a sequence of *phases*; a phase is one *step* function run at every domain or at the server:
+
+    step(state, inbox, ctx) -> Out(send, metrics)
+
+`state` is the node's own object and never leaves the node; only `send` does, as *payloads*: named NumPy arrays, each declared
+by the method as a `Field` and checked by the platform before it leaves the sender.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from pydantic import BaseModel, ConfigDict
+
+SERVER = "server"
+"""The server's node name; no domain may carry it."""
+
+Array = npt.NDArray[Any]
+Payload = Mapping[str, Array]
+"""What travels in one message: named arrays, nothing else. A received array is read-only."""
+
+State = Any
+"""A node's own object, made by `Method.init_domain` or `Method.init_server`."""
+
+
+class CrossfedError(Exception):
+    """A user's mistake or a failed run, told in one sentence; the command line prints it and exits with code 2."""
+
+
+class LeakError(CrossfedError):
+    """A payload that was not declared, or a message outside the stage's edges. Names the sender and the key."""
+
+
+class MethodConfig(BaseModel):
+    """Base of every method's `Config`: frozen, unknown keys are errors, defaults are validated."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=True)
+
+
+class Direction(StrEnum):
+    """Which way a payload travels."""
+
+    UP = "up"  # domain → server
+    DOWN = "down"  # server → domain
+    PEER = "peer"  # domain → domain
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One declared key of a payload.
+
+    Args:
+        key: the array's name in the payload; a trailing `*` declares every key with that prefix.
+        direction: which way it travels.
+        shape: one entry per axis: an integer, the name of a Config field or property (`"K"`), `"n_items"` (the item count of
+            the domain at the domain end), or `"n_users"`, which is the only way to send anything that grows with users.
+            `None` means "whatever shape, but the same at every domain and in every round" (model parameters).
+        meaning: what it is, in words; printed by `crossfed methods`.
+        dtype: the NumPy dtype it must have.
+        high: for integer arrays, the exclusive upper bound of the values (an integer or a Config name); the lower is 0.
+    """
+
+    key: str
+    direction: Direction
+    shape: tuple[int | str, ...] | None
+    meaning: str
+    dtype: str = "float32"
+    high: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Out:
+    """What a step hands back: `send` maps a receiver's node name to its payload, `metrics` are scalars for the tracker."""
+
+    send: Mapping[str, Payload] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Interactions:
+    """A domain's own training interactions, in its own row numbers.
+
+    Sorted by user, then by time (ties by the data set's stated rule), so `items[indptr[u]:indptr[u + 1]]` is the training
+    history of user `u` in order. Validation and test interactions are not in here.
+
+    Attributes:
+        n_users, n_items: sizes of the domain; users and items are `0 … n-1`.
+        users, items: int64 [n_interactions].
+        times: int64 [n_interactions], seconds since 1970 (or an order where the source has no times).
+        indptr: int64 [n_users + 1].
+    """
+
+    n_users: int
+    n_items: int
+    users: npt.NDArray[np.int64]
+    items: npt.NDArray[np.int64]
+    times: npt.NDArray[np.int64]
+    indptr: npt.NDArray[np.int64]
+
+    @classmethod
+    def build(cls, n_users: int, n_items: int, users: Array, items: Array, times: Array | None = None) -> Interactions:
+        """Sort by (user, time), keeping the given order on ties, and index by user."""
+        users, items = np.asarray(users, np.int64), np.asarray(items, np.int64)
+        times = np.zeros(len(users), np.int64) if times is None else np.asarray(times, np.int64)
+        order = np.lexsort((np.arange(len(users)), times, users))
+        indptr = np.concatenate([[0], np.cumsum(np.bincount(users, minlength=n_users))]).astype(np.int64)
+        return cls(n_users, n_items, users[order], items[order], times[order], indptr)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a step may know besides its state and its inbox.
+
+    Attributes:
+        node: this node's name. stage, round: where the run is; rounds count from 1.
+        peers: the other domains (at a domain) or all domains (at the server), in a fixed order.
+        rng: NumPy generator, and torch_rng: CPU torch generator; both derived from (seed, stage, round, node, phase) alone.
+        device: where this node's tensors belong.
+        data: the domain's own training interactions; None at the server.
+        artifacts: shared, content-keyed arrays by name, e.g. "text": float32 [n_items, width]; empty at the server.
+    """
+
+    node: str
+    stage: str
+    round: int
+    peers: tuple[str, ...]
+    rng: np.random.Generator
+    torch_rng: torch.Generator
+    device: torch.device
+    data: Interactions | None = None
+    artifacts: Mapping[str, Array] = field(default_factory=dict)
+
+    @property
+    def own(self) -> Interactions:
+        """The domain's training interactions; raises at the server, which has none."""
+        if self.data is None:
+            raise RuntimeError(f"node {self.node} holds no interactions")
+        return self.data
+
+
+Step = Callable[[State, Mapping[str, Payload], Context], Out]
+"""step(state, inbox, ctx) -> Out, with inbox: sender's name -> payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One step, run at every domain (in parallel) or at the server."""
+
+    step: Step
+    at: Literal["domains", "server"] = "domains"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A number of rounds of the same phases.
+
+    Args:
+        name: the stage's name in metrics and checkpoints.
+        rounds: how many rounds at most; 0 skips the stage, `open` and `close` included.
+        each: the phases of a round.
+        open, close: phases before the first and after the last round (messages along the same edges are allowed).
+        edges: the directions in which messages may travel; empty for a stage that stays local, where sending raises.
+        evaluate: rank the validation set after the rounds of this stage (at the run's evaluation interval).
+        patience: stop after so many evaluations without a better validation metric; None never stops early. In a stage
+            without edges every domain stops by itself; with edges the federation's mean decides.
+        keep_best: end the stage with the state of the best evaluated round instead of the last round's.
+    """
+
+    name: str
+    rounds: int
+    each: tuple[Phase, ...]
+    open: tuple[Phase, ...] = ()
+    close: tuple[Phase, ...] = ()
+    edges: frozenset[Direction] = frozenset()
+    evaluate: bool = True
+    patience: int | None = None
+    keep_best: bool = True
+
+    @property
+    def local(self) -> bool:
+        """Whether nothing may be sent in this stage."""
+        return not self.edges
+
+
+class Scope(StrEnum):
+    """Who sees which interactions."""
+
+    FEDERATED = "federated"  # every domain its own
+    LOCAL = "local"  # every domain its own, and nothing is exchanged at all
+    POOLED = "pooled"  # one node sees all: not private, marked in every report
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A method, whole. One file in `methods/` defines one of these as `METHOD`.
+
+    Attributes:
+        name, title, paper: as shown by `crossfed methods`.
+        Config: a frozen pydantic model with the paper's values as defaults.
+        stages: Config -> the stages, in order.
+        init_domain: (Config, Context) -> State. Context has stage "init" and round 0.
+        init_server: the same at the server; None where a method has no server.
+        score: (State, users int64 [b]) -> float tensor [b, n_items] on any device. The platform masks and ranks.
+        state_dict: State -> nested dict/list/tuple of tensors, arrays and scalars: all that training continues from,
+            optimizer included.
+        load_state_dict: (State, the same structure) -> None.
+        fields: every payload key that may cross, in any direction.
+        artifacts: names of the artifacts it needs ("text").
+        scope: who sees which interactions.
+    """
+
+    name: str
+    title: str
+    paper: str
+    Config: type[MethodConfig]
+    stages: Callable[[Any], tuple[Stage, ...]]
+    init_domain: Callable[[Any, Context], State]
+    score: Callable[[State, npt.NDArray[np.int64]], torch.Tensor]
+    state_dict: Callable[[State], Mapping[str, Any]]
+    load_state_dict: Callable[[State, Mapping[str, Any]], None]
+    init_server: Callable[[Any, Context], State] | None = None
+    fields: tuple[Field, ...] = ()
+    artifacts: tuple[str, ...] = ()
+    scope: Scope = Scope.FEDERATED
+
+
+def stream(seed: int, *where: str | int) -> np.random.SeedSequence:
+    """The seed sequence of one place in a run, e.g. `stream(seed, stage, round, node, "torch")`.
+
+    Stable across processes and Python versions: it depends on the arguments alone.
+    """
+    digest = hashlib.sha256("\x1f".join(str(part) for part in where).encode()).digest()
+    return np.random.SeedSequence([seed, *np.frombuffer(digest[:16], np.uint32).tolist()])
+
+
+def generators(seed: int, *where: str | int) -> tuple[np.random.Generator, torch.Generator]:
+    """NumPy's and torch's generator for one place in a run; the two streams are independent."""
+    numpy_seed, torch_seed = stream(seed, *where).spawn(2)
+    torch_rng = torch.Generator().manual_seed(int(torch_seed.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+    return np.random.default_rng(numpy_seed), torch_rng
