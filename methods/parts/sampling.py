@@ -1,0 +1,55 @@
+"""Batches of training pairs with uniform negatives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from crossfed.platform.seam import Interactions
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Users, positives and negatives: int64 [b] each, on the CPU."""
+
+
+def bpr_epoch(data: Interactions, batch_size: int, rng: np.random.Generator) -> Iterator[Batch]:
+    """One shuffled pass over all training pairs, each with one item its user has no training interaction with.
+
+    A pair that occurs n times in the data comes n times. Pairs of a user who has every item are left out, since no negative
+    exists for them. The last batch may be smaller.
+
+    Raises:
+        ValueError: `batch_size` is not positive.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be positive, got {batch_size}")
+    negatives = draw_negatives(data, data.users, rng)
+    order = rng.permutation(np.flatnonzero(negatives >= 0))
+    columns = [torch.from_numpy(column[order]) for column in (data.users, data.items, negatives)]
+    yield from zip(*(column.split(batch_size) for column in columns), strict=True)
+
+
+def draw_negatives(data: Interactions, users: npt.NDArray[np.int64], rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """For each user, one item drawn uniformly from those without a training interaction; -1 where there is none.
+
+    Exact, without rejection and without a users × items table: with a user's sorted items h_0 < h_1 < …, the r-th
+    unseen item is r + #{k : h_k - k <= r}, and these counts come from one binary search over all users at once.
+
+    Args:
+        users: int64 [m], with repetitions.
+
+    Returns:
+        int64 [m].
+    """
+    seen = np.unique(data.users * data.n_items + data.items)
+    owner = seen // max(data.n_items, 1)
+    count = np.bincount(owner, minlength=data.n_users)
+    start = np.concatenate([[0], np.cumsum(count)])
+    gaps = seen - (np.arange(len(seen)) - start[owner])  # user * n_items + (h_k - k), sorted
+    free = data.n_items - count[users]
+    # A user without a free item draws from {0}, and is marked afterwards.
+    rank = rng.integers(0, np.maximum(free, 1))
+    below = np.searchsorted(gaps, users * data.n_items + rank, side="right") - start[users]
+    return np.where(free > 0, rank + below, -1)
