@@ -1,0 +1,90 @@
+"""Evaluation protocols: how interactions are split, and which items the truth is ranked among.
+
+A number without its protocol says nothing: sampled candidates raise every metric, and splits differ in what they hold out.
+Each protocol has an identifier that travels with every result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from crossfed.platform.seam import CrossfedError
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """A split rule and a candidate rule.
+
+    Attributes:
+        id: the protocol's name in configurations, results and tables.
+        split: the split rule's name in `crossfed.platform.data.splits`.
+        negatives: how many sampled items a user's truth is ranked among; None ranks all items the user has not seen.
+        candidate_seed: seed of the sampled candidates; they are drawn once and are the same for every method and run seed.
+        description: one sentence for people.
+    """
+
+    id: str
+    split: str
+    negatives: int | None
+    candidate_seed: int
+    description: str
+
+
+def _protocol(id: str, split: str, negatives: int | None, description: str) -> Protocol:
+    return Protocol(id, split, negatives, candidate_seed=0, description=description)
+
+
+PROTOCOLS: dict[str, Protocol] = {
+    protocol.id: protocol
+    for protocol in (
+        _protocol(
+            "ratio-80-10-10",
+            "ratio-80-10-10",
+            None,
+            "Each user's interactions are split 80/10/10 at random; all unseen items are ranked.",
+        ),
+        _protocol(
+            "ratio-80-10-10-time",
+            "ratio-80-10-10-time",
+            None,
+            "Each user's interactions are split 80/10/10 in time order; all unseen items are ranked.",
+        ),
+        _protocol(
+            "leave-one-out",
+            "leave-one-out",
+            None,
+            "Each user's last interaction is the test, the one before it the validation; all unseen items are ranked.",
+        ),
+        _protocol(
+            "leave-one-out-99",
+            "leave-one-out",
+            99,
+            "As leave-one-out, but the truth is ranked among 99 sampled items the user never interacted with.",
+        ),
+        _protocol(
+            "leave-one-out-999",
+            "leave-one-out",
+            999,
+            "As leave-one-out, but the truth is ranked among 999 sampled items the user never interacted with.",
+        ),
+        _protocol(
+            "temporal-cut",
+            "temporal-cut",
+            None,
+            "Two points in time, common to all users, separate training, validation and test; all unseen items are ranked.",
+        ),
+    )
+}
+"""Every protocol by its identifier."""
+
+
+def get_protocol(id: str) -> Protocol:
+    """The protocol of that identifier.
+
+    Raises:
+        CrossfedError: there is none; names the allowed ones.
+    """
+    try:
+        return PROTOCOLS[id]
+    except KeyError:
+        raise CrossfedError(f"unknown protocol {id!r}; choose one of {', '.join(PROTOCOLS)}") from None
