@@ -1,4 +1,4 @@
-"""The prepared-data format: what is written is what is read, the same input gives the same bytes, and damage is told."""
+"""The prepared-data format: what is written is what is read, same input gives same bytes, and damage is told."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_unwritable_place(tmp_path):
 
 
 def test_full_disk(tmp_path):
-    with pytest.raises(CrossfedError, match="Cannot write prepared data .*No space left"), Writer(tmp_path / "d", {}):
+    with pytest.raises(CrossfedError, match=r"Cannot write .*No space left"), Writer(tmp_path / "d", {}):
         raise OSError(28, "No space left on device")
     assert list(tmp_path.iterdir()) == []
 
