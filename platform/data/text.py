@@ -308,9 +308,9 @@ class _SentenceEncoder:
                         f"Text encoder {self._folder} cannot be loaded ({_first_line(error)}); "
                         "give the folder of a complete sentence-transformers model."
                     ) from error
-        revision = self._revision
+        self._revision  # noqa: B018  asked first, because it fails fast; loading by name fills the cache's main branch
         try:
-            return self._load(self.name, revision=revision)
+            return self._load(self.name)
         except Exception as error:
             raise self._not_there(error) from error
 
