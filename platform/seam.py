@@ -197,7 +197,6 @@ class Scope(StrEnum):
 
     FEDERATED = "federated"  # every domain its own
     LOCAL = "local"  # every domain its own, and nothing is exchanged at all
-    POOLED = "pooled"  # one node sees all: not private, marked in every report
 
 
 @dataclass(frozen=True, slots=True)

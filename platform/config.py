@@ -1,0 +1,263 @@
+"""The configuration of one run: one YAML file in, one written back in full, unknown keys refused by name.
+
+A value's path: the method's `Config` defaults ← `config:` of `methods/configs/<method>.yaml` ← the preset ← the run's YAML
+file ← `--set key=value`. `build` walks that path once; everything downstream holds the frozen result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
+
+from crossfed.platform.discovery import find_method, method_file, nearest
+from crossfed.platform.evaluation.metrics import metric_name
+from crossfed.platform.evaluation.protocols import get_protocol
+from crossfed.platform.seam import CrossfedError, Method, MethodConfig
+from crossfed.platform.tracking import TrackingSettings
+
+
+class Settings(BaseModel):
+    """Base of every settings block: frozen, unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Synthetic(Settings):
+    """The embedded synthetic shops, used when no data directory is given."""
+
+    domains: int = Field(3, ge=1, le=64, description="number of domains")
+    users: int = Field(700, ge=20, description="users per domain")
+    items: int = Field(400, ge=20, description="items per domain")
+    interactions_per_user: float = Field(10.0, ge=5, description="mean interactions per user")
+    overlap: float = Field(0.0, ge=0, le=1, description="share of a domain's users found in every domain")
+    seed: int = Field(0, ge=0, description="seed of the generator, apart from the run's seed")
+
+
+class Text(Settings):
+    """How item text becomes vectors."""
+
+    encoder: str = Field("minilm", description="minilm (packaged), hashing[:width], or a sentence-transformers name or path")
+    missing: Literal["zero", "mean", "error"] = Field("zero", description="vector of an item without text")
+
+
+class Evaluation(Settings):
+    """What is measured, on which split, and what selects."""
+
+    protocol: str = Field("ratio-80-10-10", description="split and candidate set, by id")
+    split_seed: int = Field(42, ge=0, description="seed of the split and of sampled candidates; the same for all runs")
+    ks: tuple[PositiveInt, ...] = Field((10, 20), min_length=1, description="cut-offs of the metrics")
+    metrics: tuple[str, ...] = Field(
+        ("recall", "ndcg", "hit_rate", "mrr", "precision", "map", "coverage"), min_length=1, description="metric names"
+    )
+    select: str = Field("recall_at_20", description="validation metric that selects the best round")
+    every: PositiveInt = Field(1, description="rounds between two evaluations")
+
+    @field_validator("protocol")
+    @classmethod
+    def _known_protocol(cls, value: str) -> str:
+        return get_protocol(value).id
+
+    @field_validator("select")
+    @classmethod
+    def _canonical(cls, value: str) -> str:
+        return metric_name(value)
+
+    def model_post_init(self, _: Any) -> None:
+        for name in self.metrics:
+            metric_name(f"{name}_at_{self.ks[0]}")
+        measured = [f"{name}_at_{k}" for name in self.metrics for k in self.ks]
+        if self.select not in measured:
+            raise ValueError(f"select={self.select} is not measured{nearest(self.select, measured)}")
+
+
+class Resources(Settings):
+    """What every node gets, and which Ray cluster runs it."""
+
+    address: str | None = Field(None, description="address of a running Ray cluster; none starts a local one")
+    cpus_per_domain: float | None = Field(None, gt=0, description="CPU share per domain actor; none divides what is there")
+    cpus_server: float | None = Field(None, gt=0, description="CPU share of the server actor; none divides what is there")
+    gpus_per_domain: float | None = Field(None, ge=0, description="GPU share per domain actor; none divides what is there")
+    device: Literal["auto", "cpu"] = Field("auto", description="auto: the GPU Ray assigned, else the CPU; cpu: always CPU")
+    gpu_memory_fraction: float | None = Field(None, gt=0, le=1, description="cap on a domain's share of its GPU's memory")
+    threads: PositiveInt = Field(1, description="torch threads per node; part of what makes CPU runs bit-equal")
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field("PACK", description="Ray's strategy")
+    start_timeout: float = Field(120.0, gt=0, description="seconds within which all actors must be up")
+    max_restarts: int = Field(2, ge=0, description="how often lost nodes are restarted from the last committed round")
+
+
+class RunConfig(Settings):
+    """One federated run."""
+
+    method: str = Field(description="method name, or package.module:ATTRIBUTE")
+    preset: str | None = Field(None, description="a preset of the method")
+    config: dict[str, Any] = Field(default_factory=dict, description="the method's own values, in full")
+    data: Path | None = Field(None, description="a prepared data directory; none uses the embedded synthetic shops")
+    domains: tuple[str, ...] | None = Field(None, description="a subset of the data's domains, in this order")
+    synthetic: Synthetic = Field(default_factory=Synthetic)
+    text: Text = Field(default_factory=Text)
+    evaluation: Evaluation = Field(default_factory=Evaluation)
+    resources: Resources = Field(default_factory=Resources)
+    tracking: TrackingSettings = Field(default_factory=TrackingSettings)
+    seed: int = Field(0, ge=0, description="seed of every random number of the run but the split's")
+    backend: Literal["ray", "inprocess"] = Field("ray", description="Ray actors, or one process")
+    out: Path = Field(Path("runs"), description="folder of run directories")
+    checkpoint_every: PositiveInt = Field(1, description="rounds between two committed checkpoints")
+
+    @property
+    def resolved(self) -> Method:
+        """The method this run names."""
+        return find_method(self.method)
+
+    def method_config(self) -> MethodConfig:
+        """The method's own Config, validated."""
+        return self.resolved.Config.model_validate(self.config)
+
+    def hash(self) -> str:
+        """Twelve hex digits over what can change a number: everything but where and how it is run and tracked."""
+        told = self.model_dump(mode="json", exclude={"out", "tracking", "resources", "backend", "checkpoint_every", "seed", "data"})
+        told["threads"] = self.resources.threads
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+
+    def to_yaml(self) -> str:
+        """The run in full, as YAML that `crossfed run FILE` accepts."""
+        return f"# crossfed run THIS_FILE\n{yaml.safe_dump(self.model_dump(mode='json'), sort_keys=False)}"
+
+
+def _leaves(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
+    """Dotted names of every settable value of a model -> its annotation."""
+    found: dict[str, Any] = {}
+    for name, info in model.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            found |= _leaves(kind, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = kind
+    return found
+
+
+def _told(error: ValidationError, where: str, model: type[BaseModel]) -> CrossfedError:
+    """One sentence for the first thing that is wrong."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        parent = first["loc"][:-1]
+        scope: Any = model
+        for part in parent:
+            scope = scope.model_fields[str(part)].annotation
+        return CrossfedError(f"{where}: unknown key {key!r}{nearest(str(first['loc'][-1]), scope.model_fields)}")
+    if first["type"] == "missing":
+        return CrossfedError(f"{where}: {key} is missing.")
+    if isinstance(inner := first.get("ctx", {}).get("error"), CrossfedError):
+        return CrossfedError(f"{where}: {key}: {inner}")
+    message = first["msg"].removeprefix("Value error, ")
+    value = "" if isinstance(first["input"], dict) else f" = {first['input']!r}"
+    return CrossfedError(f"{where}: {key}{value} is not possible: {message[0].lower()}{message[1:].rstrip('.')}.")
+
+
+def parse_value(text: str) -> Any:
+    """The value of `--set key=value`: YAML, so `0.5`, `true`, `[10, 20]`, `null` and plain words mean what they look like."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise CrossfedError(f"--set: {text!r} is not a value YAML can read: {error}.") from error
+    if isinstance(value, str):
+        try:
+            return float(value)  # YAML 1.1 reads 1e-3 as a word
+        except ValueError:
+            return value
+    return value
+
+
+def _accepts(annotation: Any, kind: type) -> bool:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return any(_accepts(part, kind) for part in typing.get_args(annotation))
+    return annotation is kind
+
+
+def _set(target: dict[str, Any], dotted: str, value: Any) -> None:
+    *path, last = dotted.split(".")
+    for part in path:
+        target = target.setdefault(part, {})
+    target[last] = value
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CrossfedError(f"There is no run file {path}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CrossfedError(f"The run file {path} cannot be read: {error}.") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise CrossfedError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}.") from error
+    if not isinstance(loaded, dict):
+        raise CrossfedError(f"{path} must hold a mapping with at least `method:`.")
+    return loaded
+
+
+def build(
+    method: str,
+    *,
+    preset: str | None = None,
+    sets: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """Build a run's configuration from all its sources.
+
+    Args:
+        method: a method's name, or a run's YAML file (recognised by its ending).
+        preset: one of the method's presets.
+        sets: `key=value` strings; a key is one of the method's own or a dotted key of the run (`resources.threads`).
+        values: run-level values given as options (data, seed, out, backend, …); None means "not given".
+
+    Raises:
+        CrossfedError: an unknown key, a wrong type or an impossible value, named with what is allowed.
+    """
+    where, raw = "run", {"method": method}
+    if method.endswith((".yaml", ".yml")):
+        where, raw = method, _read_yaml(Path(method))
+        if not isinstance(raw.get("method"), str):
+            raise CrossfedError(f"{where}: method is missing.")
+    found = find_method(raw["method"])
+    shipped = method_file(raw["method"])
+    preset = preset if preset is not None else raw.get("preset")
+    presets = shipped.get("presets", {})
+    if preset is not None and preset not in presets:
+        raise CrossfedError(f"{found.name} has no preset {preset!r}{nearest(str(preset), presets)}")
+    own = {**shipped.get("config", {}), **presets.get(preset, {}), **(raw.get("config") or {})}
+    raw = {**raw, "preset": preset}
+    for key, value in (values or {}).items():
+        if value is not None:
+            _set(raw, key, value)
+
+    own_fields = found.Config.model_fields
+    run_keys = {key: kind for key, kind in _leaves(RunConfig).items() if key not in ("config", "method", "preset")}
+    for text in sets:
+        key, equals, value = text.partition("=")
+        key = key.strip().removeprefix("config.")
+        if not equals:
+            raise CrossfedError(f"--set {text!r} must read key=value.")
+        if key in own_fields:
+            own[key] = value if own_fields[key].annotation is str else parse_value(value)
+        elif key in run_keys:
+            _set(raw, key, value if _accepts(run_keys[key], str) and value != "null" else parse_value(value))
+        else:
+            raise CrossfedError(f"--set: unknown key {key!r}{nearest(key, [*own_fields, *run_keys])}")
+    try:
+        checked = found.Config.model_validate(own)
+    except ValidationError as error:
+        raise _told(error, f"{found.name} configuration", found.Config) from None
+    try:
+        return RunConfig.model_validate({**raw, "config": checked.model_dump(mode="json")})
+    except ValidationError as error:
+        raise _told(error, where, RunConfig) from None

@@ -1,0 +1,348 @@
+"""Where steps run: one `Node` holds one domain (or the server), its data, its state and its checks.
+
+`InProcess` runs all nodes one after the other in this process. `ray_nodes.RayNodes` wraps the same `Node` in Ray actors.
+Both give a method the same view, so that both give the same numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from crossfed.platform import checkpoint
+from crossfed.platform.artifacts import ArtifactStore
+from crossfed.platform.config import RunConfig
+from crossfed.platform.data import splits
+from crossfed.platform.data.store import PreparedData
+from crossfed.platform.evaluation import candidates
+from crossfed.platform.evaluation.protocols import get_protocol
+from crossfed.platform.evaluation.ranking import Ranking, rank
+from crossfed.platform.payloads import Entry, Gate, freeze
+from crossfed.platform.seam import (
+    SERVER,
+    Array,
+    Context,
+    CrossfedError,
+    Interactions,
+    Payload,
+    generators,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What every node of a run is built from; holds paths and settings, no data."""
+
+    config: RunConfig
+    data: Path
+    domains: tuple[str, ...]
+    run_dir: Path
+    cache: Path
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """All node names, the server (where the method has one) first."""
+        return ((SERVER,) if self.config.resolved.init_server else ()) + self.domains
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a phase left behind at one node: handles of its messages by receiver, ledger rows, metrics."""
+
+    send: Mapping[str, Any]
+    rows: list[Entry]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One domain's metrics on one split, with what they were measured against."""
+
+    metrics: dict[str, float]
+    candidates: str
+    users: int
+
+
+class Node:
+    """One domain or the server. Nothing but checked payloads, metrics and counts leaves it."""
+
+    def __init__(self, plan: Plan, name: str, device: torch.device):
+        self.plan, self.name, self.device = plan, name, device
+        self.method, self.config = plan.config.resolved, plan.config.method_config()
+        self.stages = self.method.stages(self.config)
+        self.data: Interactions | None = None
+        self.artifacts: dict[str, Array] = {}
+        self.validation: tuple[Array, Array] | None = None
+        self.state: Any = None
+        self.best: Any = None
+        self._best_file: Path | None = None
+        torch.set_num_threads(plan.config.resources.threads)
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> int:
+        """Load this domain's own data, split it, and get its artifacts; returns its item count (0 at the server)."""
+        if self.name == SERVER:
+            return 0
+        probe = self.plan.run_dir / "config.yaml"
+        if not probe.is_file():
+            raise CrossfedError(f"{self.name} does not see {probe}: --out must lie on storage that all machines share.")
+        self.data, self.validation = self.load("train"), self._truth("validation")
+        if "text" in self.method.artifacts:
+            text = self.plan.config.text
+            store = ArtifactStore(self.plan.cache)
+            _, self.artifacts["text"], _ = store.ensure_text(
+                PreparedData.open(self.plan.data).item_texts(self.name), text.encoder, text.missing, self.name
+            )
+        return self.data.n_items
+
+    def load(self, part: str) -> Interactions:
+        """One part ("train", "validation", "test") of this domain's own interactions."""
+        evaluation = self.plan.config.evaluation
+        store = PreparedData.open(self.plan.data)
+        users, items, times = store.interactions(self.name)
+        n_users, n_items = store.sizes(self.name)
+        rule = get_protocol(evaluation.protocol).split
+        labels = splits.assign(users, items, times, n_users, rule, evaluation.split_seed)
+        chosen = labels == ("train", "validation", "test").index(part)
+        return Interactions.build(n_users, n_items, users[chosen], items[chosen], times[chosen])
+
+    def _truth(self, part: str) -> tuple[Array, Array]:
+        held = self.load(part)
+        return held.indptr, held.items
+
+    def connect(self, sizes: Mapping[str, int]) -> None:
+        """Learn who else is there (names and item counts) and make this node's initial state."""
+        n_users = self.data.n_users if self.data else None
+        self.gate = Gate(self.method, self.config, self.name, sizes, n_users)
+        self.peers = tuple(name for name in self.plan.domains if name != self.name)
+        init = self.method.init_server if self.name == SERVER else self.method.init_domain
+        if init is None:
+            raise RuntimeError(f"{self.method.name} has no server")
+        self.state = init(self.config, self._context("init", 0))
+
+    def _context(self, stage: str, round: int, *where: str | int) -> Context:
+        """The context of one place in the run. Torch's global generator (dropout) is put there too."""
+        place = (stage, round, self.name, *where)
+        rng, torch_rng = generators(self.plan.config.seed, *place)
+        torch.manual_seed(int(generators(self.plan.config.seed, *place, "global")[0].integers(2**63)))
+        return Context(
+            self.name, stage, round, self.peers, rng, torch_rng, self.device, self.data, self.artifacts
+        )
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def run_phase(
+        self, stage: int, part: str, phase: int, round: int, inbox: Mapping[str, Payload]
+    ) -> tuple[dict[str, Payload], list[Entry], dict[str, float]]:
+        """Run one step; returns its checked messages, their ledger rows and its metrics.
+
+        Args:
+            stage, part, phase: which step: stage index, "open" | "each" | "close", index within it.
+            round: from 1; 0 in `open`.
+            inbox: sender -> read-only payload.
+        """
+        where = self.stages[stage]
+        step = getattr(where, part)[phase].step
+        out = step(self.state, inbox, self._context(where.name, round, part, phase))
+        rows = self.gate.check(where, round, out.send)
+        return dict(out.send), rows, {key: float(value) for key, value in out.metrics.items()}
+
+    def evaluate(self) -> Measured:
+        """Metrics on the validation split: training items masked, everything else a candidate (or the drawn ones)."""
+        if self.data is None or self.validation is None:
+            raise RuntimeError("the server has nothing to evaluate")
+        return self.measure("validation", (self.data.indptr, self.data.items), self.validation)[0]
+
+    def measure(
+        self, part: str, seen: tuple[Array, Array], truth: tuple[Array, Array]
+    ) -> tuple[Measured, Ranking]:
+        """Rank `truth` for every user who has some, masking `seen`; both as (indptr, items)."""
+        evaluation, data = self.plan.config.evaluation, self.data
+        assert data is not None
+        indptr, items = truth
+        users = np.flatnonzero(np.diff(indptr))
+        if not len(users):
+            raise CrossfedError(f"Domain {self.name} has no user with a {part} interaction under {evaluation.protocol}.")
+        protocol = get_protocol(evaluation.protocol)
+        drawn = None
+        if protocol.negatives is not None:
+            drawn = self._candidates(part, users, protocol.negatives)
+        torch.manual_seed(0)
+        ranking = rank(
+            lambda batch: self.method.score(self.state, batch),
+            users, *seen, indptr, items, data.n_items, evaluation.ks, candidates=drawn,
+        )  # fmt: skip
+        wanted = {f"{name}_at_{k}" for name in evaluation.metrics for k in evaluation.ks}
+        metrics = {name: float(value) for name, value in ranking.macro.items() if name in wanted}
+        return Measured(metrics, ranking.candidates, len(users)), ranking
+
+    def _candidates(self, part: str, users: Array, count: int) -> Any:
+        store = PreparedData.open(self.plan.data)
+        all_users, all_items, _ = store.interactions(self.name)
+        n_users, n_items = store.sizes(self.name)
+        everything = Interactions.build(n_users, n_items, all_users, all_items)
+        seed = self.plan.config.evaluation.split_seed
+        folder = self.plan.cache / "candidates" / store.fingerprint / self.name
+        return candidates.load_or_draw(folder, part, users, everything.indptr, everything.items, n_items, count, seed)
+
+    def apply(self, function: Callable[Concatenate[Node, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run `function(self, …)` where this node's data is; what it returns leaves the node."""
+        return function(self, *args, **kwargs)
+
+    # -- keeping -------------------------------------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """Remember the present state as the best of the stage."""
+        self.best, self._best_file = _detached(self.method.state_dict(self.state)), None
+
+    def restore_best(self) -> None:
+        """Go back to the best state of the stage that ends, and forget it."""
+        if self.best is not None:
+            self.method.load_state_dict(self.state, self.best)
+        self.best = self._best_file = None
+
+    def save(self, folder: Path, inbox: Mapping[str, Payload]) -> None:
+        """Write state, best state and unread messages into a checkpoint folder."""
+        base = folder / self.name
+        checkpoint.save(base, self.method.state_dict(self.state))
+        checkpoint.save(folder / f"{self.name}.inbox", dict(inbox))
+        if self.best is None:
+            return
+        target = folder / f"{self.name}.best"
+        if self._best_file is not None:
+            _link(self._best_file, target)
+        else:
+            checkpoint.save(target, self.best)
+        self._best_file = folder.with_suffix("") / target.name
+
+    def load_state(self, folder: Path) -> dict[str, Payload]:
+        """Continue from a checkpoint folder; returns the unread messages."""
+        self.method.load_state_dict(self.state, checkpoint.load(folder / self.name))
+        self.best = self._best_file = None
+        best = folder / f"{self.name}.best"
+        if Path(f"{best}.json").is_file():
+            self.best, self._best_file = checkpoint.load(best), best
+        return {sender: dict(payload) for sender, payload in checkpoint.load(folder / f"{self.name}.inbox").items()}
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Mapping):
+        return {key: _detached(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_detached(item) for item in value)
+    return value
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under a second name; a copy where the storage knows no hard links."""
+    for suffix in (".json", ".safetensors"):
+        try:
+            os.link(f"{source}{suffix}", f"{target}{suffix}")
+        except OSError:
+            shutil.copyfile(f"{source}{suffix}", f"{target}{suffix}")
+
+
+class Nodes(Protocol):
+    """All nodes of a run, wherever they are. A handle stands for a payload without showing it."""
+
+    def start(self, plan: Plan) -> None:
+        """Build every node and its initial state."""
+
+    def each(self, call: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        """Call a `Node` method at every named node, in parallel where possible; results by node."""
+
+    def run_phase(
+        self, stage: int, part: str, phase: int, round: int, inboxes: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, Sent]:
+        """Run a phase at every node of `inboxes`, whose values map a sender to a handle."""
+
+    def save(self, folder: Path, inboxes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Every node writes itself into `folder`."""
+
+    def load_state(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """Every node continues from `folder`; returns the unread messages as handles, by receiver."""
+
+    def placement(self) -> dict[str, dict[str, Any]]:
+        """Where every node runs: host, process, device."""
+
+    def stop(self) -> None:
+        """End every node; may be called more than once."""
+
+
+class InProcess:
+    """All nodes in this process, one after the other."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, Node] = {}
+        self._threads = torch.get_num_threads()
+
+    def start(self, plan: Plan) -> None:
+        device = local_device(plan.config)
+        self.nodes = {name: Node(plan, name, device) for name in plan.nodes}
+        sizes = {name: node.prepare() for name, node in self.nodes.items()}
+        for node in self.nodes.values():
+            node.connect(sizes)
+
+    def each(self, call: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        return {name: getattr(self.nodes[name], call)(*values) for name, values in args.items()}
+
+    def run_phase(
+        self, stage: int, part: str, phase: int, round: int, inboxes: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, Sent]:
+        done = {}
+        for name, inbox in inboxes.items():
+            send, rows, metrics = self.nodes[name].run_phase(stage, part, phase, round, inbox)
+            done[name] = Sent({receiver: freeze(payload) for receiver, payload in send.items()}, rows, metrics)
+        return done
+
+    def save(self, folder: Path, inboxes: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, node in self.nodes.items():
+            node.save(folder, inboxes.get(name, {}))
+
+    def load_state(self, folder: Path) -> dict[str, dict[str, Any]]:
+        return {
+            name: {sender: freeze(payload) for sender, payload in node.load_state(folder).items()}
+            for name, node in self.nodes.items()
+        }
+
+    def placement(self) -> dict[str, dict[str, Any]]:
+        return {name: {"host": os.uname().nodename, "pid": os.getpid(), "device": str(node.device)} for name, node in self.nodes.items()}
+
+    def stop(self) -> None:
+        self.nodes = {}
+        torch.set_num_threads(self._threads)
+
+
+def local_device(config: RunConfig) -> torch.device:
+    """The device of nodes in this process.
+
+    Raises:
+        CrossfedError: a GPU was asked for and there is none.
+    """
+    wanted = config.resources.gpus_per_domain
+    if config.resources.device == "cpu" or not wanted:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise CrossfedError(
+            f"resources.gpus_per_domain={wanted:g} asks for a GPU, but torch sees none here; set it to 0 to run on the CPU."
+        )
+    return torch.device("cuda", 0)
+
+
+class NodeLost(Exception):
+    """A node died (its process, its machine, or its memory); the run goes back to the last committed round."""

@@ -1,0 +1,172 @@
+"""Nodes as Ray actors: one per domain with its CPU and GPU share, one for the server.
+
+Payloads travel from actor to actor by object reference; this process holds the references and never the arrays.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from crossfed.platform import cluster
+from crossfed.platform.nodes import Node, NodeLost, Plan, Sent
+from crossfed.platform.seam import SERVER, CrossfedError, Payload
+
+
+def _fetch(inbox: Mapping[str, ray.ObjectRef]) -> dict[str, Payload]:
+    """The payloads behind the references; Ray's arrays are read-only already."""
+    return dict(zip(inbox, ray.get(list(inbox.values())), strict=True))
+
+
+def _put(send: Mapping[str, Payload]) -> dict[str, ray.ObjectRef]:
+    """References to the payloads; one that goes to several receivers is stored once."""
+    stored: dict[int, ray.ObjectRef] = {}
+    for payload in send.values():
+        if id(payload) not in stored:
+            stored[id(payload)] = ray.put(dict(payload))
+    return {receiver: stored[id(payload)] for receiver, payload in send.items()}
+
+
+class NodeActor:
+    """A `Node` in its own process."""
+
+    def __init__(self, plan: Plan, name: str):
+        if name == SERVER:
+            device, self.gpus = cluster.torch.device("cpu"), list[str]()
+        else:
+            device, self.gpus = cluster.assigned_device(plan.config.resources, name)
+        self.node = Node(plan, name, device)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self.node, method)(*args)
+
+    def run_phase(self, stage: int, part: str, phase: int, round: int, inbox: Mapping[str, ray.ObjectRef]) -> Sent:
+        send, rows, metrics = self.node.run_phase(stage, part, phase, round, _fetch(inbox))
+        return Sent(_put(send), rows, metrics)
+
+    def save(self, folder: Path, inbox: Mapping[str, ray.ObjectRef]) -> None:
+        self.node.save(folder, _fetch(inbox))
+
+    def load_state(self, folder: Path) -> dict[str, ray.ObjectRef]:
+        return _put(self.node.load_state(folder))
+
+    def where(self) -> dict[str, Any]:
+        context = ray.get_runtime_context()
+        return {
+            "host": socket.gethostname(),
+            "ray_node": context.get_node_id(),
+            "pid": os.getpid(),
+            "gpu_ids": self.gpus,
+            "device": str(self.node.device),
+        }
+
+
+class RayNodes:
+    """All nodes of a run as actors in one placement group."""
+
+    def __init__(self) -> None:
+        self.actors: dict[str, Any] = {}
+        self.group: PlacementGroup | None = None
+        self.shares: dict[str, cluster.Share] = {}
+        self.started = False
+        self.timeout: float | None = None
+
+    def start(self, plan: Plan) -> None:
+        resources = plan.config.resources
+        self.started = cluster.connect(resources) or self.started
+        total = ray.cluster_resources()
+        self.shares = cluster.shares(resources, plan.nodes, total.get("CPU", 0.0), total.get("GPU", 0.0))
+        cluster.preflight(self.shares, ray.nodes())
+        self.group = cluster.reserve(self.shares, resources.placement, resources.start_timeout)
+        actor = ray.remote(NodeActor)
+        for index, (name, share) in enumerate(self.shares.items()):
+            self.actors[name] = actor.options(
+                num_cpus=share.cpus,
+                num_gpus=share.gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index),
+                max_restarts=0,  # a restart would lose the state silently; the run goes back to the last committed round
+            ).remote(plan, name)
+        self.timeout = resources.start_timeout
+        self._gather({name: actor.where.remote() for name, actor in self.actors.items()})
+        self.timeout = None
+        sizes = self.each("prepare", dict.fromkeys(self.actors, ()))
+        self.each("connect", dict.fromkeys(self.actors, (sizes,)))
+
+    def _gather(self, refs: Mapping[str, ray.ObjectRef]) -> dict[str, Any]:
+        """Results by node.
+
+        Raises:
+            CrossfedError: what a node raised, or it did not start in time.
+            NodeLost: an actor, its machine, or a message it owned is gone.
+        """
+        done = {}
+        for name, ref in refs.items():
+            try:
+                done[name] = ray.get(ref, timeout=self.timeout)
+            except GetTimeoutError as error:
+                raise CrossfedError(f"{name} did not start within {self.timeout:g} s (resources.start_timeout).") from error
+            except (RayActorError, OutOfMemoryError, ObjectLostError) as error:
+                raise NodeLost(f"{name} was lost: {_reason(error)}") from error
+            except RayTaskError as error:
+                cause = error.cause
+                if isinstance(cause, CrossfedError):
+                    raise cause from None
+                if isinstance(cause, RayActorError | OutOfMemoryError | ObjectLostError):
+                    raise NodeLost(f"a message to {name} was lost: {_reason(cause)}") from error
+                raise
+        return done
+
+    def each(self, call: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        return self._gather({name: self.actors[name].call.remote(call, *values) for name, values in args.items()})
+
+    def run_phase(
+        self, stage: int, part: str, phase: int, round: int, inboxes: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, Sent]:
+        return self._gather(
+            {
+                name: self.actors[name].run_phase.remote(stage, part, phase, round, dict(inbox))
+                for name, inbox in inboxes.items()
+            }
+        )
+
+    def save(self, folder: Path, inboxes: Mapping[str, Mapping[str, Any]]) -> None:
+        self._gather(
+            {name: actor.save.remote(folder, dict(inboxes.get(name, {}))) for name, actor in self.actors.items()}
+        )
+
+    def load_state(self, folder: Path) -> dict[str, dict[str, Any]]:
+        return self._gather({name: actor.load_state.remote(folder) for name, actor in self.actors.items()})
+
+    def placement(self) -> dict[str, dict[str, Any]]:
+        found = self._gather({name: actor.where.remote() for name, actor in self.actors.items()})
+        return {name: {**row, "cpus": self.shares[name].cpus, "gpus": self.shares[name].gpus} for name, row in found.items()}
+
+    def stop(self) -> None:
+        for actor in self.actors.values():
+            ray.kill(actor)
+        self.actors = {}
+        if self.group is not None:
+            remove_placement_group(self.group)
+            self.group = None
+
+    def close(self) -> None:
+        """End the nodes, and leave or end the cluster if this run joined or started it."""
+        if ray.is_initialized():
+            self.stop()
+            if self.started:
+                ray.shutdown()
+        self.started = False
+
+
+def _reason(error: Exception) -> str:
+    """The telling line of a Ray error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,276 @@
+"""Walks a method's stages: runs phases, delivers messages along declared edges, counts bytes, evaluates, commits.
+
+What a run has done so far is a `Progress`; together with the nodes' own checkpoints it is all that a resumed run needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from crossfed.platform.checkpoint import Checkpoints
+from crossfed.platform.config import RunConfig
+from crossfed.platform.nodes import Measured, Nodes, Plan
+from crossfed.platform.payloads import Entry, ShapeWatch, check_declarations
+from crossfed.platform.seam import SERVER, CrossfedError, Direction, Method, MethodConfig, Phase, Stage
+
+FEDERATION = "federation"
+"""The scope of a best value that all domains share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round did, as told to the tracker, the progress view and the tuner.
+
+    Attributes:
+        stage, round, rounds: where the run is. step: rounds finished since the run began.
+        metrics: `train/<node>/<name>`, `val/<domain>/<metric>`, `val/mean/<metric>`.
+        best: mean over domains of the selecting validation metric at the best rounds of this stage so far; None before
+            the first evaluation.
+        bytes_up, bytes_down: sent and received by domains in this round; messages between domains count as both.
+        seconds: wall-clock time.
+    """
+
+    stage: str
+    round: int
+    rounds: int
+    step: int
+    metrics: dict[str, float]
+    best: float | None
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Best:
+    """The best evaluated round of a scope (one domain, or the federation)."""
+
+    value: float
+    stage: str
+    round: int
+    stale: int = 0
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is. Plain values only: it is written to JSON at every commit."""
+
+    stage: int = 0
+    opened: bool = False
+    round: int = 0
+    step: int = 0
+    commits: int = 0
+    best: dict[str, Best] = field(default_factory=dict)
+    selected: dict[str, dict[str, Any]] = field(default_factory=dict)
+    latest: dict[str, float] = field(default_factory=dict)
+    stopped: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    logs: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> Progress:
+        """From the JSON of a commit."""
+        return cls(**{**raw, "best": {name: Best(**best) for name, best in raw["best"].items()}})
+
+
+def check_method(method: Method, config: MethodConfig) -> tuple[Stage, ...]:
+    """The method's stages, after checking that its declarations hold together.
+
+    Raises:
+        CrossfedError: a stage name occurs twice, a phase runs at a server that the method lacks, edges name a server that
+            is not there, or a payload dimension is unknown.
+    """
+    stages = method.stages(config)
+    check_declarations(method, config)
+    labels = [stage.name for stage in stages]
+    if len(set(labels)) < len(labels):
+        raise CrossfedError(f"{method.name}: two stages share a name: {labels}.")
+    for stage in stages:
+        at_server = any(phase.at == "server" for phase in (*stage.open, *stage.each, *stage.close))
+        if (at_server or stage.edges & {Direction.UP, Direction.DOWN}) and method.init_server is None:
+            raise CrossfedError(f"{method.name}: stage {stage.name!r} uses a server, but the method has no init_server.")
+    return stages
+
+
+class _Log:
+    """An append-only file of JSON lines that goes back to its last committed length."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise CrossfedError(
+                f"{self.path} cannot be written ({error.strerror}); the last committed round stays. Free the disk and --resume."
+            ) from error
+
+    def length(self) -> int:
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def truncate(self, length: int) -> None:
+        if self.path.exists():
+            os.truncate(self.path, length)
+
+    def rows(self) -> list[dict[str, Any]]:
+        if not self.path.exists():
+            return []
+        return [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+
+
+class Rounds:
+    """The loop over stages and rounds of one run.
+
+    Args:
+        plan: the run.
+        nodes: where steps run.
+        told: called after every round.
+    """
+
+    def __init__(self, plan: Plan, nodes: Nodes, told: Callable[[Round], None]):
+        self.plan, self.nodes, self.told = plan, nodes, told
+        self.config: RunConfig = plan.config
+        self.stages = check_method(self.config.resolved, self.config.method_config())
+        self.checkpoints = Checkpoints(plan.run_dir)
+        self.history, self.ledger = _Log(plan.run_dir / "history.jsonl"), _Log(plan.run_dir / "ledger.jsonl")
+        self.progress = Progress()
+        self.mail: dict[str, dict[str, Any]] = {}
+        self.rows: list[Entry] = []
+        self.watch = ShapeWatch(self.config.resolved.fields)
+
+    # -- where the run is ----------------------------------------------------------------------------------------
+
+    def restore(self) -> bool:
+        """Go to the last committed round (or the beginning); True when there was one."""
+        found = self.checkpoints.latest()
+        self.progress = Progress.read(found[1]) if found else Progress()
+        self.mail = self.nodes.load_state(found[0]) if found else {}
+        self.rows = []
+        for name, log in (("history", self.history), ("ledger", self.ledger)):
+            log.truncate(self.progress.logs.get(name, 0))
+        return found is not None
+
+    def commit(self) -> None:
+        """Every node writes itself; then this state becomes the one to continue from."""
+        self.progress.commits += 1
+        folder = self.checkpoints.open(self.progress.commits)
+        self.nodes.save(folder, self.mail)
+        self.progress.logs = {"history": self.history.length(), "ledger": self.ledger.length()}
+        self.checkpoints.commit(self.progress.commits, asdict(self.progress))
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run from where `progress` stands to the end of the last stage."""
+        for index in range(self.progress.stage, len(self.stages)):
+            stage, progress = self.stages[index], self.progress
+            if stage.rounds:
+                if not progress.opened:
+                    self._phases(index, "open", stage.open, 0)
+                    progress.opened = True
+                while progress.round < stage.rounds and self._active(stage):
+                    self._round(index, stage)
+                    if progress.round % self.config.checkpoint_every == 0:
+                        self.commit()
+                self._phases(index, "close", stage.close, progress.round)
+                self._write_ledger()
+                if stage.evaluate and stage.keep_best:
+                    self._call("restore_best", self.plan.nodes)
+                self._remember(stage)
+            self.mail = {}
+            progress.stage, progress.opened, progress.round = index + 1, False, 0
+            progress.best, progress.stopped, progress.latest = {}, [], {}
+            self.commit()
+
+    def _active(self, stage: Stage) -> list[str]:
+        """Domains that still train; none when the stage is over."""
+        if FEDERATION in self.progress.stopped:
+            return []
+        return [name for name in self.plan.domains if name not in self.progress.stopped]
+
+    def _round(self, index: int, stage: Stage) -> None:
+        began, progress = time.perf_counter(), self.progress
+        active = self._active(stage)
+        progress.round += 1
+        progress.step += 1
+        metrics = self._phases(index, "each", stage.each, progress.round)
+        last = progress.round == stage.rounds
+        if stage.evaluate and (progress.round % self.config.evaluation.every == 0 or last):
+            metrics |= self._evaluate(stage, active)
+        up, down = self._write_ledger()
+        seconds = time.perf_counter() - began
+        progress.seconds += seconds
+        scopes = progress.best.values()
+        best = sum(scope.value for scope in scopes) / len(scopes) if scopes else None
+        row = Round(stage.name, progress.round, stage.rounds, progress.step, metrics, best, up, down, seconds)
+        self.history.append([asdict(row)])
+        self.told(row)
+
+    def _call(self, method: str, nodes: Sequence[str]) -> dict[str, Any]:
+        return self.nodes.each(method, dict.fromkeys(nodes, ()))
+
+    def _phases(self, index: int, part: str, phases: tuple[Phase, ...], round: int) -> dict[str, float]:
+        """Run phases in order; what one sends is what the receiver's next phase finds in its inbox."""
+        metrics: dict[str, float] = {}
+        for number, phase in enumerate(phases):
+            where = [SERVER] if phase.at == "server" else self._active(self.stages[index])
+            inboxes = {name: self.mail.pop(name, {}) for name in where}
+            for sender, sent in self.nodes.run_phase(index, part, number, round, inboxes).items():
+                self.watch.check(sent.rows)
+                self.rows += sent.rows
+                for receiver, handle in sent.send.items():
+                    if sender in self.mail.setdefault(receiver, {}):
+                        raise CrossfedError(f"{sender} wrote to {receiver} twice before {receiver} read its inbox.")
+                    self.mail[receiver][sender] = handle
+                metrics |= {f"train/{sender}/{name}": value for name, value in sent.metrics.items()}
+        return metrics
+
+    def _write_ledger(self) -> tuple[int, int]:
+        up = sum(row.bytes for row in self.rows if row.direction != Direction.DOWN)
+        down = sum(row.bytes for row in self.rows if row.direction != Direction.UP)
+        if self.rows:
+            self.ledger.append([asdict(row) for row in self.rows])
+        self.rows = []
+        return up, down
+
+    # -- selecting -----------------------------------------------------------------------------------------------
+
+    def _evaluate(self, stage: Stage, active: Sequence[str]) -> dict[str, float]:
+        """Measure the validation split, keep the best states, decide who stops."""
+        select, progress = self.config.evaluation.select, self.progress
+        measured: dict[str, Measured] = self._call("evaluate", active)
+        progress.latest |= {name: found.metrics[select] for name, found in measured.items()}
+        if stage.local:
+            scopes = {name: (progress.latest[name], [name]) for name in active}
+        else:
+            scopes = {FEDERATION: (sum(progress.latest.values()) / len(progress.latest), list(self.plan.nodes))}
+        for scope, (value, members) in scopes.items():
+            best = progress.best.get(scope)
+            if best is None or value > best.value:
+                progress.best[scope] = Best(value, stage.name, progress.round)
+                if stage.keep_best:
+                    self._call("keep", members)
+            else:
+                best.stale += 1
+                if stage.patience is not None and best.stale >= stage.patience:
+                    progress.stopped.append(scope)
+        rows = {f"val/{name}/{key}": value for name, found in measured.items() for key, value in found.metrics.items()}
+        rows[f"val/mean/{select}"] = sum(progress.latest.values()) / len(progress.latest)
+        return rows
+
+    def _remember(self, stage: Stage) -> None:
+        """Note which round each domain's state comes from."""
+        for scope, best in self.progress.best.items():
+            for name in self.plan.domains if scope == FEDERATION else (scope,):
+                told = {"stage": best.stage, "round": best.round, "value": best.value} if stage.keep_best else {}
+                self.progress.selected[name] = {**told, "rounds": self.progress.round}
