@@ -221,13 +221,10 @@ class Progress:
                     end_section=position == len(names) - 1,
                 )
         told = {(row.protocol, row.candidates) for row in summary_rows}
-        if len(told) == 1:
-            table.caption = escape(next(iter(told)))
-        else:
-            table.caption = "\n".join(
-                escape(f"{r.domain}: {r.protocol}; candidates: {r.candidates}") for r in summary_rows
-            )
         self._console.print(table, soft_wrap=False)
+        for row in summary_rows[: 1 if len(told) == 1 else None]:
+            domain = "" if len(told) == 1 else f"{row.domain}: "
+            self._console.print(Text(f"{domain}{row.protocol}; candidates: {row.candidates}", style="dim"))
 
     def _line(self, metrics: Mapping[str, float], seconds: float, up: float, down: float) -> str:
         """One round as one line."""
