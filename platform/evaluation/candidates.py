@@ -1,16 +1,24 @@
 """Sampled candidates: for each user, items never interacted with, among which the held-out items are ranked.
 
-They are drawn once, from a seed and the data alone, and stored with their hash, so every method ranks among the same items.
+They are drawn once, from a seed and the data alone, and stored with their hash, so that every method ranks among the
+same items and a result can name them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from crossfed.platform.seam import CrossfedError
+
+_BLOCK_ENTRIES = 2**21  # fixed, since which random number a user gets depends on it
 
 
 @dataclass(frozen=True)
@@ -31,11 +39,188 @@ class Candidates:
     def sha256(self) -> str:
         """Hash of users and items, in hexadecimal."""
         digest = hashlib.sha256(f"{self.n_items} {self.items.shape}".encode())
-        digest.update(np.ascontiguousarray(self.users, "<i8").tobytes())
-        digest.update(np.ascontiguousarray(self.items, "<i4").tobytes())
+        digest.update(np.ascontiguousarray(self.users, "<i8"))
+        digest.update(np.ascontiguousarray(self.items, "<i4"))
         return digest.hexdigest()
 
     @property
     def id(self) -> str:
         """Short identifier, e.g. `sampled-99:5d41402abc4b`."""
         return f"sampled-{self.items.shape[1]}:{self.sha256[:12]}"
+
+
+def full_id(n_items: int) -> str:
+    """Identifier of the candidate set that holds every item the user has not seen."""
+    return f"full:{n_items}"
+
+
+def draw(
+    users: npt.NDArray[np.integer],
+    known_indptr: npt.NDArray[np.integer],
+    known_items: npt.NDArray[np.integer],
+    n_items: int,
+    n: int,
+    seed: int,
+) -> Candidates:
+    """Draw n items per user, uniformly and without replacement, from the items the user never interacted with.
+
+    Works in blocks of users, so that the memory besides the result does not grow with users or items.
+
+    Args:
+        users: [n_users], row numbers to draw for.
+        known_indptr, known_items: `known_items[known_indptr[u]:known_indptr[u + 1]]` are all items of user u in any
+            split; repetitions do no harm.
+        n_items: size of the catalogue.
+        n: how many items per user.
+        seed: the protocol's candidate seed.
+
+    Raises:
+        CrossfedError: a user has fewer than n items left.
+    """
+    users = np.asarray(users, np.int64)
+    rng = np.random.default_rng(seed)
+    items = np.empty((len(users), n), np.int32)
+    # A user costs at most 2n + 16 working entries, and one per known item.
+    cost = np.cumsum(2 * n + 16 + known_indptr[users + 1].astype(np.int64) - known_indptr[users])
+    for block in np.split(np.arange(len(users)), np.flatnonzero(np.diff(cost // _BLOCK_ENTRIES)) + 1):
+        items[block] = _draw_block(users[block], known_indptr, known_items, n_items, n, rng)
+    return Candidates(users, items, n_items)
+
+
+def _draw_block(
+    users: npt.NDArray[np.int64],
+    known_indptr: npt.NDArray[np.integer],
+    known_items: npt.NDArray[np.integer],
+    n_items: int,
+    n: int,
+    rng: np.random.Generator,
+) -> npt.NDArray[np.int64]:
+    """Items drawn for one block of users: [b, n], ascending in each row."""
+    begin = known_indptr[users].astype(np.int64)
+    length = known_indptr[users + 1].astype(np.int64) - begin
+    row = np.repeat(np.arange(len(users)), length)
+    where = np.arange(len(row)) + (begin - (np.cumsum(length) - length))[row]
+    known = np.unique(row * n_items + known_items[where])
+    row = known // n_items
+    count = np.bincount(row, minlength=len(users))
+    first = np.cumsum(count) - count
+    left = n_items - count
+    if left.size and left.min() < n:
+        worst = int(left.argmin())
+        raise CrossfedError(
+            f"user row {users[worst]} has only {left[worst]} items never interacted with, but the protocol asks for {n} "
+            f"sampled candidates; choose one with fewer or with full ranking"
+        )
+    places = _distinct(left, n, rng)
+    # The p-th unknown item of a user is p + (how many known items lie before it). Known item number j (ascending, from
+    # 0) lies before it exactly when item_j - j <= p; keyed by row, these differences ascend over the whole block.
+    before = (known % n_items) - (np.arange(len(known)) - first[row])
+    keys = row * n_items + before
+    rows = np.arange(len(users))[:, None]
+    return places + np.searchsorted(keys, rows * n_items + places, side="right") - first[:, None]
+
+
+def _distinct(limits: npt.NDArray[np.int64], n: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """For each limit a uniform n-subset of 0 … limit-1: int64 [len(limits), n], ascending in each row.
+
+    Small ranges (up to 2n) are shuffled whole. Large ones are drawn with repetition until n distinct values have been
+    seen; the order of first occurrences is uniform, and so is a row that had to be drawn again.
+    """
+    result = np.empty((len(limits), n), np.int64)
+    small = np.flatnonzero(limits <= 2 * n)
+    if len(small):
+        keys = rng.random((len(small), 2 * n))
+        keys[np.arange(2 * n) >= limits[small, None]] = np.inf
+        result[small] = np.argpartition(keys, n - 1, axis=1)[:, :n]
+    rest = np.flatnonzero(limits > 2 * n)
+    # From more than 2n values, 1.6n draws see 1.1n distinct ones on average; the constant covers the spread at small n.
+    draws = int(1.6 * n) + 16
+    while len(rest):
+        drawn = rng.integers(0, limits[rest, None], (len(rest), draws))
+        order = np.argsort(drawn, axis=1, kind="stable")
+        ordered = np.take_along_axis(drawn, order, axis=1)
+        new = np.empty(drawn.shape, bool)
+        np.put_along_axis(new, order[:, :1], True, axis=1)
+        np.put_along_axis(new, order[:, 1:], ordered[:, 1:] != ordered[:, :-1], axis=1)
+        new &= np.cumsum(new, axis=1) <= n
+        enough = new.sum(axis=1) == n
+        result[rest[enough]] = drawn[enough][new[enough]].reshape(-1, n)
+        rest = rest[~enough]
+    result.sort(axis=1)
+    return result
+
+
+def load_or_draw(
+    directory: Path,
+    users: npt.NDArray[np.integer],
+    known_indptr: npt.NDArray[np.integer],
+    known_items: npt.NDArray[np.integer],
+    n_items: int,
+    n: int,
+    seed: int,
+) -> Candidates:
+    """The stored candidates of this data and seed, or new ones, which are then stored.
+
+    The file is `candidates-<n>-<key>.parquet`, where the key is a hash of all arguments; other data or another seed
+    makes another file. It appears whole or not at all, and any number of processes may race for it.
+
+    Raises:
+        CrossfedError: as `draw`; the stored file is damaged or does not have the hash it was stored with; the directory
+            cannot be written to.
+    """
+    users = np.asarray(users, np.int64)
+    path = directory / f"candidates-{n}-{_key(users, known_indptr, known_items, n_items, n, seed)}.parquet"
+    if path.exists():
+        return _load(path)
+    candidates = draw(users, known_indptr, known_items, n_items, n, seed)
+    _save(path, candidates)
+    return candidates
+
+
+def _key(
+    users: npt.NDArray[np.int64],
+    known_indptr: npt.NDArray[np.integer],
+    known_items: npt.NDArray[np.integer],
+    n_items: int,
+    n: int,
+    seed: int,
+) -> str:
+    digest = hashlib.sha256(f"{n_items} {n} {seed} {len(users)} {len(known_indptr)}".encode())
+    for array in (users, known_indptr, known_items):
+        digest.update(np.ascontiguousarray(array, "<i8"))
+    return digest.hexdigest()[:12]
+
+
+def _save(path: Path, candidates: Candidates) -> None:
+    n = candidates.items.shape[1]
+    items = pa.FixedSizeListArray.from_arrays(pa.array(candidates.items.ravel()), n)
+    table = pa.table({"user": candidates.users, "items": items})
+    table = table.replace_schema_metadata({"n_items": str(candidates.n_items), "sha256": candidates.sha256})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.stem}-{secrets.token_hex(8)}.part")
+        try:
+            pq.write_table(table, part, compression="zstd")
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise CrossfedError(f"cannot store the sampled candidates at {path}: {error.strerror or error}") from error
+
+
+def _load(path: Path) -> Candidates:
+    try:
+        table = pq.read_table(path)
+        metadata = table.schema.metadata
+        users = table["user"].to_numpy().astype(np.int64)
+        column = table["items"].combine_chunks()
+        items = column.flatten().to_numpy().astype(np.int32).reshape(len(users), column.type.list_size)
+        candidates = Candidates(users, items, int(metadata[b"n_items"]))
+        stored = metadata[b"sha256"].decode()
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CrossfedError(
+            f"{path} is not a readable candidate file; delete it to draw the candidates again"
+        ) from error
+    if candidates.sha256 != stored:
+        raise CrossfedError(f"{path} does not have the hash it was stored with; delete it to draw the candidates again")
+    return candidates

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import numpy as np
 import pandas as pd
-
 from crossfed.platform.nodes import Measured, Node, Nodes, Plan
 from crossfed.platform.seam import Interactions
 
@@ -17,8 +15,8 @@ def _measure(node: Node) -> Measured:
     seen = Interactions.build(
         train.n_users,
         train.n_items,
-        [*train.users, *validation.users],
-        [*train.items, *validation.items],
+        np.concatenate([train.users, validation.users]),
+        np.concatenate([train.items, validation.items]),
     )
     measured, ranking = node.measure("test", (seen.indptr, seen.items), (test.indptr, test.items))
     folder = node.plan.run_dir / "per_user"

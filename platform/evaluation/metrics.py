@@ -1,7 +1,7 @@
 """Ranking metrics at a cut-off K, per user, from where in the list the truth was found.
 
-Notation, for one user: T = n_truth ≥ 1 held-out items; h_i = 1 when the item at position i = 1 … K of the list is one of them,
-else 0; hits(K) = Σ_{i≤K} h_i. Relevance is binary. A list shorter than K counts as filled up with misses.
+Notation, for one user: T = n_truth ≥ 1 held-out items; h_i = 1 when the item at position i = 1 … K of the list is one
+of them, else 0; hits(K) = Σ_{i≤K} h_i. Relevance is binary. A list shorter than K counts as filled up with misses.
 
 | name | formula |
 |---|---|
@@ -13,8 +13,8 @@ else 0; hits(K) = Σ_{i≤K} h_i. Relevance is binary. A list shorter than K cou
 | map_at_K | Σ_{i≤K} h_i · hits(i) / i, divided by min(K, T) |
 | coverage_at_K | share of all items that stand in the first K of at least one user's list (one value for all users) |
 
-Average precision is divided by min(K, T), so that a perfect list scores 1 at every K; RecBole does the same, while ranx and
-trec_eval divide by T, which bounds the value by K / T.
+Average precision is divided by min(K, T), so that a perfect list scores 1 at every K; RecBole does the same, while ranx
+and trec_eval divide by T, which bounds the value by K / T.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-
 from crossfed.platform.seam import CrossfedError
 
 PER_USER_METRICS: tuple[str, ...] = ("recall", "ndcg", "hit_rate", "mrr", "precision", "map")
@@ -83,8 +82,8 @@ def per_user_metrics(
     values: dict[str, npt.NDArray[np.float64]] = {
         f"{name}_at_{k}": np.zeros(len(hits)) for name in PER_USER_METRICS for k in ks
     }
-    # Hits are sparse (most positions miss), so work on the list of hits instead of the whole matrix. nonzero() goes row by
-    # row, hence a hit's number within its user is its index minus the user's first index.
+    # Hits are sparse (most positions miss), so work on the list of hits instead of the whole matrix. nonzero() goes row
+    # by row, hence a hit's number within its user is its index minus the user's first index.
     user, position = np.nonzero(hits[:, :depth])
     first = np.searchsorted(user, np.arange(len(hits)))
     nth = np.arange(len(user)) - first[user] + 1
@@ -112,8 +111,8 @@ def macro_metrics(
 
     Args:
         per_user: as `per_user_metrics` returns.
-        best_position: [n_items], the best 0-based position at which each item was recommended to anybody; any value of at
-            least max(ks) where it never was.
+        best_position: [n_items], the best 0-based position at which each item was recommended to anybody; max(ks) or
+            more where it never was.
         ks: the cut-offs.
     """
     macro = {name: float(values.mean()) for name, values in per_user.items()}

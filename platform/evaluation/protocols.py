@@ -1,7 +1,7 @@
 """Evaluation protocols: how interactions are split, and which items the truth is ranked among.
 
-A number without its protocol says nothing: sampled candidates raise every metric, and splits differ in what they hold out.
-Each protocol has an identifier that travels with every result.
+A number without its protocol says nothing: sampled candidates raise every metric, and splits differ in what they hold
+out. Each protocol has an identifier that travels with every result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Protocol:
         id: the protocol's name in configurations, results and tables.
         split: the split rule's name in `crossfed.platform.data.splits`.
         negatives: how many sampled items a user's truth is ranked among; None ranks all items the user has not seen.
-        candidate_seed: seed of the sampled candidates; they are drawn once and are the same for every method and run seed.
+        candidate_seed: seed of the sampled candidates; drawn once, they are the same for every method and run seed.
         description: one sentence for people.
     """
 
@@ -71,7 +71,7 @@ PROTOCOLS: dict[str, Protocol] = {
             "temporal-cut",
             "temporal-cut",
             None,
-            "Two points in time, common to all users, separate training, validation and test; all unseen items are ranked.",
+            "Two points in time, the same for all users, part training, validation and test; all unseen items ranked.",
         ),
     )
 }

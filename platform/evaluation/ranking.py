@@ -1,8 +1,8 @@
 """Ranking a domain's held-out items: mask what the user has seen, take the first K, measure.
 
-Tie rule, pessimistic: among equal scores, items that are not held out come before items that are, and within either kind the
-lower item number comes first. A scorer that cannot tell items apart therefore puts the truth last, whatever the order of the
-catalogue; it cannot look good by luck.
+Tie rule, pessimistic: among equal scores, items that are not held out come before items that are, and within either
+kind the lower item number comes first. A scorer that cannot tell items apart therefore puts the truth last, whatever
+the order of the catalogue; it cannot look good by luck.
 
 Scores are made and ranked in blocks of users, so nothing of size users x items ever exists, only block x items.
 """
@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from crossfed.platform.evaluation.candidates import Candidates
+from crossfed.platform.evaluation.candidates import Candidates, full_id
 from crossfed.platform.evaluation.metrics import macro_metrics, per_user_metrics
 from crossfed.platform.seam import CrossfedError
 
@@ -31,8 +30,8 @@ class Ranking:
     """What a ranking measured.
 
     Attributes:
-        users: int64 [n_users], the domain's row numbers of the users ranked, in the given order; users without held-out items
-            are left out.
+        users: int64 [n_users], the domain's row numbers of the users ranked, in the given order; users without held-out
+            items are left out.
         per_user: metric name -> float64 [n_users].
         macro: metric name -> mean over users; coverage is a share of the catalogue instead.
         candidates: what the truth was ranked among: "full:<n_items>" or the identifier of a sampled set.
@@ -65,13 +64,14 @@ def rank(
 ) -> Ranking:
     """Rank every user's held-out items among the items not seen, or among sampled candidates.
 
-    Gradients are off while scoring. An infinite score is a score like any other; an unseen item scored -inf still ranks before
-    anything masked. The score tensor is not written to.
+    Gradients are off while scoring. An infinite score is a score like any other; an unseen item scored -inf still ranks
+    before anything masked. The score tensor is not written to. Lower precisions are ranked in float32, which holds them
+    exactly.
 
     Args:
         score: users int64 [b] -> float tensor [b, n_items], on any device.
         users: [n], row numbers to rank.
-        seen_indptr, seen_items: `seen_items[seen_indptr[u]:seen_indptr[u + 1]]` are user u's items that must not be ranked.
+        seen_indptr, seen_items: `seen_items[seen_indptr[u]:seen_indptr[u + 1]]` are user u's items that are not ranked.
         truth_indptr, truth_items: the held-out items, likewise.
         n_items: size of the catalogue.
         ks: cut-offs.
@@ -79,8 +79,8 @@ def rank(
         block_entries: how many scores to hold at a time; by default chosen by device.
 
     Raises:
-        CrossfedError: a score is NaN or of the wrong shape, nobody has held-out items, a held-out item is masked as seen, or
-            the candidates do not belong to these users and items.
+        CrossfedError: a score is NaN or of the wrong shape, nobody has held-out items, a held-out item is masked as
+            seen, or the candidates do not belong to these users and items.
     """
     users = np.asarray(users, np.int64)
     ks = sorted(set(ks))
@@ -96,28 +96,28 @@ def rank(
     depth = ks[-1]
     hits = np.zeros((len(users), depth), bool)
     best = np.full(n_items, depth, np.int64)
-    # The first block finds out where scores live: large blocks keep an accelerator busy, small ones stay in a CPU's cache.
-    size = max(1, (block_entries or 2**20) // n_items)
+    # The first block finds out where scores live: large blocks keep an accelerator busy, small ones stay in a cache,
+    # though never of so few users that scoring them is no matrix product any more.
+    size = max(64, 2**20 // n_items) if block_entries is None else max(1, block_entries // n_items)
     start = 0
     with torch.no_grad():
         while start < len(users):
             block = slice(start, start + size)
             scores = _scores(score, users[block], n_items)
-            state = _state(users[block], seen_indptr, seen_items, truth_indptr, truth_items, n_items, scores.device)
+            state = _mask(scores, users[block], seen_indptr, seen_items, truth_indptr, truth_items)
             columns = None
             if candidates is not None:
                 columns = _columns(candidates, kept[block], users[block], truth_indptr, truth_items).to(scores.device)
                 scores, state = _restrict(scores, state, columns, candidates)
-            scores.masked_fill_(state == _MASKED, -torch.inf)
-            items, found, real = _top(scores, state, columns, depth)
+            items, found, real = top_k(scores, state, columns, depth)
             hits[block, : found.shape[1]] = found
             position = np.broadcast_to(np.arange(items.shape[1]), items.shape)
             np.minimum.at(best, items[real], position[real])
             start += size
             if block_entries is None and scores.device.type != "cpu":
-                size = max(1, 2**27 // n_items)
+                size = max(64, 2**26 // n_items)
     per_user = per_user_metrics(hits, counts, ks)
-    name = f"full:{n_items}" if candidates is None else candidates.id
+    name = full_id(n_items) if candidates is None else candidates.id
     return Ranking(users, per_user, macro_metrics(per_user, best, ks), name, counts)
 
 
@@ -148,7 +148,7 @@ def _flat(
 def _entries(
     users: npt.NDArray[np.int64], indptr: npt.NDArray[np.integer]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """For every entry of these users' index lists: the user's place in the block, and the entry's place in the items."""
+    """For each entry of these users' index lists: the user's place in the block, the entry's place in the items."""
     begin = indptr[users].astype(np.int64)
     length = indptr[users + 1].astype(np.int64) - begin
     row = np.repeat(np.arange(len(users)), length)
@@ -156,26 +156,27 @@ def _entries(
     return row, np.arange(len(row)) + (begin - offset)[row]
 
 
-def _state(
+def _mask(
+    scores: torch.Tensor,
     users: npt.NDArray[np.int64],
     seen_indptr: npt.NDArray[np.integer],
     seen_items: npt.NDArray[np.integer],
     truth_indptr: npt.NDArray[np.integer],
     truth_items: npt.NDArray[np.integer],
-    n_items: int,
-    device: torch.device,
 ) -> torch.Tensor:
-    """Free, truth or masked, for each score of the block: uint8 [b, n_items]."""
-    state = torch.zeros(len(users) * n_items, dtype=torch.uint8, device=device)
-    truth = _flat(users, truth_indptr, truth_items, n_items)
-    seen = torch.from_numpy(_flat(users, seen_indptr, seen_items, n_items)).to(device)
-    state.index_fill_(0, torch.from_numpy(truth).to(device), _TRUTH)
+    """Set seen entries of `scores` to -inf and tell what each entry is (free, truth, masked): uint8 [b, n_items]."""
+    n_items = scores.shape[1]
+    state = torch.zeros(scores.numel(), dtype=torch.uint8, device=scores.device)
+    truth = torch.from_numpy(_flat(users, truth_indptr, truth_items, n_items)).to(scores.device)
+    seen = torch.from_numpy(_flat(users, seen_indptr, seen_items, n_items)).to(scores.device)
+    state.index_fill_(0, truth, _TRUTH)
     both = state[seen] == _TRUTH
     if bool(both.any()):
         row, item = divmod(int(seen[both][0]), n_items)
         raise CrossfedError(f"item {item} of user row {users[row]} is both seen and held out; the split leaks")
     state.index_fill_(0, seen, _MASKED)
-    return state.view(len(users), n_items)
+    scores.view(-1).index_fill_(0, seen, -torch.inf)
+    return state.view(scores.shape)
 
 
 def _columns(
@@ -204,22 +205,23 @@ def _restrict(
         raise CrossfedError(
             f"candidate set {candidates.id} holds items that a user has interacted with; it belongs to other data"
         )
-    return scores, state.masked_fill_(columns < 0, _MASKED)
+    absent = columns < 0
+    return scores.masked_fill_(absent, -torch.inf), state.masked_fill_(absent, _MASKED)
 
 
-def _top(
+def top_k(
     scores: torch.Tensor, state: torch.Tensor, columns: torch.Tensor | None, depth: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """The first `depth` items of each row under the tie rule.
 
     Args:
-        scores: [b, width], masked entries at -inf.
-        state: uint8 [b, width].
+        scores: float [b, width], masked entries at -inf.
+        state: uint8 [b, width]: 0 free, 1 held out, 2 masked.
         columns: the item of each entry, int64 [b, width]; None where an entry's column is its item.
         depth: how many; fewer come back when there are not so many.
 
     Returns:
-        items int64, whether held out, and whether there is an item at all (not masked): three of [b, min(depth, width)].
+        items int64, whether held out, and whether there is an item at all (not masked): each [b, min(depth, width)].
     """
     width = scores.shape[1]
     depth = min(depth, width)
