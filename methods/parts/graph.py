@@ -23,7 +23,7 @@ Index = npt.NDArray[np.int64] | torch.Tensor
 def bipartite_adjacency(
     n_users: int, n_items: int, users: Index, items: Index, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """The normalised user-item graph of LightGCN (arXiv 2002.02126, Eq. 8): D^-1/2 A D^-1/2, without self loops.
+    """The normalised user-item graph of LightGCN (arXiv 2002.02126, Eq. 7): D^-1/2 A D^-1/2, without self loops.
 
     Users are nodes `0 … n_users-1`, items `n_users … n_users+n_items-1`; a pair that occurs more than once counts once.
 
@@ -76,7 +76,7 @@ def symmetric_adjacency(n: int, rows: Index, cols: Index, weights: torch.Tensor)
 
 
 def spmm(adj: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`adj @ x` for a *symmetric* CSR matrix [n, n] and x [n, d]; the gradient to x is `adj @ grad`, none goes to adj."""
+    """`adj @ x` for a *symmetric* CSR matrix [n, n] and x [n, d]; the gradient to x is `adj @ grad`, adj gets none."""
     return cast(torch.Tensor, _SymmetricProduct.apply(adj, x))
 
 
@@ -121,9 +121,10 @@ class _Propagation(torch.autograd.Function):
 def _layer_mean(adj: torch.Tensor, x: torch.Tensor, layers: int) -> torch.Tensor:
     """(x + Ax + … + A^L x) / (L + 1) by Horner's rule: y <- x + A y, L times; one buffer instead of one per layer."""
     y = x
-    for _ in range(layers):
+    for _ in range(layers - 1):
         y = torch.addmm(x, adj, y)
-    return y / (layers + 1)
+    mean = 1.0 / (layers + 1)  # taken by the last product on its way
+    return torch.addmm(x, adj, y, beta=mean, alpha=mean) if layers else x.clone()
 
 
 def _normalised_csr(edges: torch.Tensor, weight: torch.Tensor, n: int) -> torch.Tensor:
@@ -135,7 +136,7 @@ def _normalised_csr(edges: torch.Tensor, weight: torch.Tensor, n: int) -> torch.
     kind = torch.int32 if max(n, edges.shape[1]) < 2**31 else torch.int64
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
-        return torch.sparse_csr_tensor(pointer.to(kind), edges[1].to(kind), weight, (n, n))
+        return torch.sparse_csr_tensor(pointer.to(kind), edges[1].to(kind), weight, (n, n), check_invariants=True)
 
 
 def _check_range(index: torch.Tensor, size: int, name: str) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import torch
-
 from crossfed.platform.seam import Interactions
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -17,8 +16,8 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def bpr_epoch(data: Interactions, batch_size: int, rng: np.random.Generator) -> Iterator[Batch]:
     """One shuffled pass over all training pairs, each with one item its user has no training interaction with.
 
-    A pair that occurs n times in the data comes n times. Pairs of a user who has every item are left out, since no negative
-    exists for them. The last batch may be smaller.
+    A pair that occurs n times in the data comes n times. Pairs of a user who has every item are left out, since no
+    negative exists for them. The last batch may be smaller.
 
     Raises:
         ValueError: `batch_size` is not positive.
