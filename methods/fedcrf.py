@@ -1,0 +1,631 @@
+"""FedCRF: federated cross-domain recommendation with semantic-driven deep knowledge fusion.
+
+Paper
+    Guo et al., arXiv 2604.17681 v2. Domains share neither users nor items; item text is the bridge. In stage "pretrain" the
+    server clusters the item vectors of all domains and every domain adapts the centres to its own items (FGSAT); stage
+    "finetune" is local: two item graphs, one from the pre-trained vectors and one from local ones, enrich the item IDs.
+
+    The text version of the paper has lost its equation numbers. They are counted here in the order in which section 3
+    displays them, the three steps of K-means included:
+
+    =====  =====================================  ======================================
+    no.    section, what                          here
+    =====  =====================================  ======================================
+    1      3.3 text encoder                       the platform's artifact "text"
+    2      3.3 projection φ_emb                   `project`
+    3, 4   3.4.1 domain-aware normalisation       `normalise`, `running_statistics`
+    5-7    3.4.2 weighted K-means                 `parts.kmeans`, called by `global_clusters`
+    8, 9   3.5 secondary centres                  `secondary_centres`, `activated_centres`
+    10     3.5 propagation on the semantic graph  `semantic_propagation`
+    11,12  3.5 attention                          `attention`, `fuse`
+    13-15  3.5 L_KD, L_FA, L_total                `distillation`, `alignment`, `pretrain_loss`
+    16,17  3.6 item graphs                        `item_graph` (on `parts.text_graph`)
+    18     3.6 graph convolution                  `convolve`
+    19,20  3.6 sim, L_con                         `contrast`
+    21,22  3.6 item vector, score                 `item_vectors`, `predict`
+    23     3.6 L                                  `finetune_loss`
+    =====  =====================================  ======================================
+
+Notation
+    ==========  =====================================  ====================
+    symbol      name                                   shape
+    ==========  =====================================  ====================
+    x^t         text embedding                         [n_items, width]
+    t           projected text                         [n_items, dim]
+    t̃           t after domain-aware normalisation     [n_items, dim]
+    μ, σ²       running mean and variance              [dim]
+    c_k         global centres                         [K, dim]
+    Y           one-hot labels from the server         [b, K], kept as [b]
+    C̃, C′       secondary centres, activated           [K, dim]
+    Z, L        [T; C′] and its normalised graph       [b + K, dim], edges
+    t′, t″      text after propagation, after fusion   [b, dim]
+    x_u, x^id   user and item vectors of LightGCN      [n_users | n_items, dim]
+    S̃           normalised top-N item graph            CSR [n_items, n_items]
+    h           x^id after one hop on S̃                [n_items, dim]
+    ==========  =====================================  ====================
+
+What crosses
+    up:   `item_vectors` [n_items, dim], the normalised item vectors t̃, every round of "pretrain"; nothing about users.
+    down: `centres` [K, dim] and the domain's own `labels` [n_items].
+
+Departures
+    - The sums over a batch in L_KD and L_con are means, so that the weights do not depend on the batch size.
+    - t′ = t + ReLU(LZW₂): without the residual the vectors lose most of what the text knew (`residual`).
+    - Fewer federated rounds than the paper's 20 and a smaller learning rate on the text path, both chosen on validation
+      (`rounds`, `lr_text`).
+
+Not stated in the paper
+    - φ_emb is linear and starts near an isometry: the directions of largest variance of the domain's own text, rotated as
+      close as possible to one random basis that all domains share (`projection`). The rotation keeps the coordinates of
+      different domains comparable, and spreads the variance evenly, so that the normalisation hardly bends the geometry.
+    - μ and σ² start at the first round's statistics instead of 0 and 1, and are updated once per round.
+    - K-means: a member's weight is 1 / (distance + `cluster_eps`); every round starts from the last round's centres; an
+      emptied cluster is re-seeded at the farthest item.
+    - The centres arrive in normalised coordinates; FGSAT maps them back to the domain's own scale before mixing them with t.
+    - Semantic graph: an item is linked to its own secondary centre with weight 1; item-item and centre-centre pairs keep
+      their top `fgsat_neighbours` cosines, non-negative; self loops.
+    - L_rec is BPR on x_u and x^id + t″/‖t″‖ in "pretrain" and on Eq. (21) in "finetune", with LightGCN's L2 term.
+    - f(x_u, ·) = σ(x_uᵀ·), so KL is that of two Bernoulli variables; L_kd of Eq. (23) compares h^pre with h^local.
+    - T^local comes from a second projection. Its graph is refreshed every `refresh_every` epochs and passes no gradient.
+    - L_con runs over the different positive items of a batch. As printed, its denominator leaves the positive pair out;
+      `contrast="infonce"` keeps it.
+    - Without the federated stage (`ablation="fed"`) the pre-trained graph is that of the raw text.
+    - Without FGSAT (`ablation="fgsat"`) the attention mixes t with the global centre alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from crossfed.methods.parts.graph import bipartite_adjacency, propagate, spmm
+from crossfed.methods.parts.kmeans import WeightedKMeans
+from crossfed.methods.parts.losses import bernoulli_kl, bpr, info_nce, l2_ego
+from crossfed.methods.parts.sampling import bpr_epoch
+from crossfed.methods.parts.text_graph import cosine_edges, cosine_graph, effective_rank, neighbour_overlap, top_cosine
+from crossfed.platform.seam import (
+    SERVER,
+    Context,
+    CrossfedError,
+    Direction,
+    Field,
+    Method,
+    MethodConfig,
+    Out,
+    Payload,
+    Phase,
+    Stage,
+    generators,
+)
+from pydantic import Field as Setting
+from torch import Tensor, nn
+from torch_geometric.nn import SimpleConv
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import to_undirected
+
+EPS = 1e-5  # ε of Eq. (3)
+
+
+class Config(MethodConfig):
+    """Section 4.5 where not said otherwise; its values for Kitchen-Food are the defaults."""
+
+    dim: int = Setting(64, ge=1, description="d_t")
+    layers: int = Setting(2, ge=0, description="LightGCN layers")
+    batch_size: int = Setting(1024, ge=2)
+    lr: float = Setting(0.005, gt=0)
+    lr_text: float = Setting(0.001, gt=0, description="learning rate of projections and FGSAT ◇")
+    lr_decay: float = Setting(0.95, gt=0, le=1, description="factor per epoch of the finetune stage ◇")
+    l2: float = Setting(1e-4, ge=0, description="weight of LightGCN's L2 term ◇")
+    projection: Literal["aligned", "random"] = Setting("aligned", description="how φ starts ◇")
+
+    rounds: int = Setting(4, ge=0, description="federated rounds; the paper's 20 ◇")
+    K: int = Setting(50, ge=1, description="global clusters")
+    momentum: float = Setting(0.9, ge=0, lt=1, description="ρ of Eq. (4) ◇")
+    cluster_eps: float = Setting(1.0, gt=0, description="ε of the K-means weights, in units of t̃ ◇")
+    eta: float = Setting(1.0, gt=0, description="η of Eq. (8) ◇")
+    residual: bool = Setting(True, description="t′ = t + ReLU(LZW₂) ◇")
+    fgsat_neighbours: int = Setting(10, ge=1, description="N of the semantic graph ◇")
+    lambda_kd: float = Setting(0.2, ge=0)
+    lambda_fa: float = Setting(0.1, ge=0)
+
+    epochs: int = Setting(60, ge=0, description="epochs of the finetune stage at most ◇")
+    patience: int = Setting(5, ge=1, description="epochs without a better validation score ◇")
+    neighbours: int = Setting(10, ge=1, description="N of the item graphs ◇")
+    refresh_every: int = Setting(1, ge=1, description="epochs between refreshes of the local graph ◇")
+    warm_start: bool = Setting(False, description="whether finetune goes on from pretrain's IDs ◇")
+    alpha: float = Setting(0.2, ge=0, description="weight of L_con")
+    beta: float = Setting(0.2, ge=0, description="weight of L_kd")
+    tau: float = Setting(0.5, gt=0)
+    contrast: Literal["printed", "infonce"] = Setting("printed", description="denominator of Eq. (20)")
+    ablation: Literal["none", "fed", "cl", "fgsat"] = Setting("none", description="row of Table 3")
+
+
+class IdEncoder(nn.Module):
+    """Embeddings E, U of section 3.3 and their LightGCN propagation; Xavier-initialised."""
+
+    def __init__(self, n_users: int, n_items: int, dim: int, rng: torch.Generator) -> None:
+        super().__init__()
+        self.user = nn.Parameter(nn.init.xavier_uniform_(torch.empty(n_users, dim), generator=rng))
+        self.item = nn.Parameter(nn.init.xavier_uniform_(torch.empty(n_items, dim), generator=rng))
+
+    def forward(self, adjacency: Tensor, layers: int) -> tuple[Tensor, Tensor]:
+        """The propagated x_u [n_users, dim] and x^id [n_items, dim]."""
+        both = propagate(adjacency, torch.cat([self.user, self.item]), layers)
+        return both[: len(self.user)], both[len(self.user) :]
+
+
+class Fgsat(nn.Module):
+    """W₁, W₂ and the shared linear score of section 3.5. The weights start small: t′ ≈ t."""
+
+    def __init__(self, dim: int, rng: torch.Generator) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(nn.init.xavier_uniform_(torch.empty(dim, dim), generator=rng))
+        self.w2 = nn.Parameter(nn.init.xavier_uniform_(torch.empty(dim, dim), generator=rng))
+        self.w = nn.Parameter(torch.zeros(dim))
+        self.b = nn.Parameter(torch.zeros(()))
+
+
+def initial_projection(text: Tensor, dim: int, how: str, seed: int = 0) -> Tensor:
+    """An orthonormal start for φ_emb. [n_items, width] -> [width, dim].
+
+    "random": a random orthonormal basis R that is the same at every domain. "aligned": the text's principal directions V,
+    rotated by the orthogonal Q that brings VQ closest to R (orthogonal Procrustes), so that domains remain comparable.
+    """
+    width = text.shape[1]
+    if dim > width:
+        raise CrossfedError(f"dim = {dim} is larger than the text embeddings' {width} dimensions: choose a smaller dim")
+    shared = torch.linalg.qr(torch.randn(width, dim, generator=generators(seed, "fedcrf", "projection")[1])).Q
+    if how == "random":
+        return shared
+    centred = (text - text.mean(0)).double()
+    principal = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -dim:]
+    left, _, right = torch.linalg.svd(principal.T @ shared.double())
+    return (principal @ (left @ right)).float()
+
+
+def project(text: Tensor, weight: Tensor) -> Tensor:
+    """Eq. (2): t_i = φ_emb(x_i). [b, width], [width, dim] -> [b, dim]."""
+    return text @ weight
+
+
+def normalise(t: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Eq. (3): t̃ = (t − μ) / √(σ² + ε). [n, dim], [dim], [dim] -> [n, dim]."""
+    return (t - mean) / torch.sqrt(variance + EPS)
+
+
+def denormalise(t: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """The inverse of Eq. (3), to bring the server's centres back to the domain's own scale. [n, dim] -> [n, dim]."""
+    return t * torch.sqrt(variance + EPS) + mean
+
+
+def running_statistics(t: Tensor, mean: Tensor, variance: Tensor, momentum: float) -> tuple[Tensor, Tensor]:
+    """Eq. (4): μ ← ρμ + (1−ρ)t̄ and σ² ← ρσ² + (1−ρ)s². [n, dim] -> two [dim]."""
+    now, spread = t.mean(0), t.var(0, correction=0)
+    return momentum * mean + (1 - momentum) * now, momentum * variance + (1 - momentum) * spread
+
+
+def global_clusters(
+    vectors: npt.NDArray[np.float32], k: int, start: npt.NDArray[np.float32] | None, eps: float, seed: int
+) -> WeightedKMeans:
+    """Eq. (5), Eq. (6), Eq. (7): random or given initial centres, nearest assignment, distance-weighted means.
+
+    Args:
+        vectors: [n, dim], the items of all domains.
+        start: [k, dim] centres to start from, or None for k random items.
+
+    Returns:
+        The fitted estimator, with `cluster_centers_` [k, dim] and `labels_` [n].
+    """
+    model = WeightedKMeans(k, eps=eps, init="random" if start is None else start, random_state=seed)
+    return model.fit(vectors)
+
+
+def secondary_centres(t: Tensor, labels: Tensor, k: int, eta: float) -> Tensor:
+    """Eq. (8): C̃ = (YᵀY + ηI)⁻¹YᵀT. [b, dim], int64 [b] -> [k, dim].
+
+    YᵀY is diagonal with the cluster sizes, so the solve is a division of segment sums: O(b·dim).
+    """
+    sums = t.new_zeros(k, t.shape[1]).index_add(0, labels, t)
+    counts = torch.bincount(labels, minlength=k).to(t.dtype)
+    return sums / (counts + eta)[:, None]
+
+
+def activated_centres(centres: Tensor, w1: Tensor) -> Tensor:
+    """Eq. (9): C′ = ReLU(C̃W₁). [k, dim], [dim, dim] -> [k, dim]."""
+    return F.relu(centres @ w1)
+
+
+def semantic_edges(t: Tensor, centres: Tensor, labels: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The graph A over Z = [T; C′]: top-n cosines among items and among centres, and each item with its own centre.
+
+    Returns:
+        int64 [2, e] with both directions of every edge, once each, and float [e] weights in 0 … 1; no self loops.
+    """
+    b, k = len(t), len(centres)  # the centre of a cluster without items here is zero: its edges weigh nothing
+    own = torch.stack([torch.arange(b, device=t.device), labels + b])
+    (items, item_weights), (among, centre_weights) = cosine_edges(t, n), cosine_edges(centres, n)
+    edges = torch.cat([items, own, among + b], dim=1)
+    weights = torch.cat([item_weights, t.new_ones(b), centre_weights])
+    undirected: tuple[Tensor, Tensor] = to_undirected(edges, weights, num_nodes=b + k, reduce="max")
+    return undirected
+
+
+def semantic_propagation(z: Tensor, edges: Tensor, weights: Tensor, w2: Tensor) -> Tensor:
+    """Eq. (10): Z′ = ReLU(LZW₂) with L = D^-½(A + I)D^-½. [n, dim], int64 [2, e], [e], [dim, dim] -> [n, dim]."""
+    edges, weights = gcn_norm(edges, weights, len(z), add_self_loops=True)
+    return F.relu(SimpleConv("sum")(z, edges, weights) @ w2)
+
+
+def attention(features: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    """Eq. (11): q_i = softmax of score(x) = wᵀx + b over an item's features. [n, f, dim], [dim], [] -> [n, f]."""
+    return torch.softmax(features @ w + b, dim=1)
+
+
+def fuse(features: Tensor, q: Tensor) -> Tensor:
+    """Eq. (12): t″_i = Σ_f q_if · feature_if. [n, f, dim], [n, f] -> [n, dim]."""
+    return torch.einsum("nf,nfd->nd", q, features)
+
+
+def distillation(users: Tensor, teacher: Tensor, student: Tensor) -> Tensor:
+    """Eq. (13): L_KD = KL(f(x_u, t″) ‖ f(x_u, t)), f = σ(x_uᵀ·), as a mean. three [b, dim] -> scalar."""
+    return bernoulli_kl((users * teacher).sum(1), (users * student).sum(1)).mean()
+
+
+def alignment(propagated: Tensor, fused: Tensor) -> Tensor:
+    """Eq. (14): L_FA = mean_i ‖t′_i − t″_i‖². two [b, dim] -> scalar."""
+    return (propagated - fused).square().sum(1).mean()
+
+
+def pretrain_loss(rec: Tensor, kd: Tensor, fa: Tensor, lambda_kd: float, lambda_fa: float) -> Tensor:
+    """Eq. (15): L_total = L_rec + λ_KD L_KD + λ_FA L_FA."""
+    return rec + lambda_kd * kd + lambda_fa * fa
+
+
+def item_graph(t: Tensor, n: int) -> Tensor:
+    """Eq. (16), Eq. (17): S̃ = D^-½SD^-½ of the top-n cosine similarities. [n_items, dim] -> CSR [n_items, n_items]."""
+    return cosine_graph(t, n)
+
+
+def convolve(graph: Tensor, h0: Tensor) -> Tensor:
+    """Eq. (18): H = S̃H₀, with H₀ = x^id. CSR [n, n], [n, dim] -> [n, dim]."""
+    return spmm(graph, h0)
+
+
+def contrast(local: Tensor, pre: Tensor, tau: float, keep_positive: bool) -> Tensor:
+    """Eq. (19), Eq. (20): L_con, cosine contrast in both directions, as a mean. two [b, dim] -> scalar."""
+    return info_nce(local, pre, tau, keep_positive) + info_nce(pre, local, tau, keep_positive)
+
+
+def item_vectors(ids: Tensor, text: Tensor, local: Tensor, pre: Tensor) -> Tensor:
+    """Eq. (21): x_i = x^id_i + t^local_i/‖·‖ + h^local_i/‖·‖ + h^pre_i/‖·‖. four [b, dim] -> [b, dim]."""
+    return ids + F.normalize(text, dim=1) + F.normalize(local, dim=1) + F.normalize(pre, dim=1)
+
+
+def predict(users: Tensor, items: Tensor) -> Tensor:
+    """Eq. (22): ŷ_ui = x_iᵀx_u for every user and item. [b, dim], [n, dim] -> [b, n]."""
+    return users @ items.T
+
+
+def finetune_loss(rec: Tensor, con: Tensor, kd: Tensor, alpha: float, beta: float) -> Tensor:
+    """Eq. (23): L = L_rec + αL_con + βL_kd."""
+    return rec + alpha * con + beta * kd
+
+
+class Domain(nn.Module):
+    """All that a domain owns. Buffers and parameters make up its state, with the optimizer and the local graph's edges."""
+
+    t_pre: Tensor
+    mean: Tensor
+    variance: Tensor
+    centres: Tensor
+    labels: Tensor
+    updates: Tensor
+
+    def __init__(self, config: Config, ctx: Context) -> None:
+        super().__init__()
+        data, rng = ctx.own, ctx.torch_rng
+        self.config, self.data, self.device = config, data, ctx.device
+        self.text = torch.from_numpy(np.array(ctx.artifacts["text"], np.float32))
+        start = initial_projection(self.text, config.dim, config.projection)
+        self.phi = nn.Parameter(start.clone())
+        self.phi_local = nn.Parameter(start.clone())
+        self.ids = IdEncoder(data.n_users, data.n_items, config.dim, rng)
+        self.fgsat = Fgsat(config.dim, rng)
+        self.register_buffer("t_pre", torch.zeros(data.n_items, config.dim))
+        self.register_buffer("mean", torch.zeros(config.dim))
+        self.register_buffer("variance", torch.ones(config.dim))
+        self.register_buffer("centres", torch.zeros(config.K, config.dim))
+        self.register_buffer("labels", torch.zeros(data.n_items, dtype=torch.int64))
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+        self.to(ctx.device)
+        self.text = self.text.to(ctx.device)
+        self.adjacency = bipartite_adjacency(data.n_users, data.n_items, data.users, data.items, ctx.device)
+        self.optimizer = self.new_optimizer()
+        self.tuning = False
+        self.pre_graph: Tensor | None = None
+        self.local_graph: Tensor | None = None
+        self.final: tuple[Tensor, Tensor] | None = None
+        self.raw_neighbours: Tensor | None = None
+
+    def new_optimizer(self) -> torch.optim.Adam:
+        """Adam with the IDs at `lr` and everything that touches text at `lr_text`."""
+        own = [self.ids.user, self.ids.item]
+        text = [self.phi, self.phi_local, *self.fgsat.parameters()]
+        return torch.optim.Adam([{"params": own}, {"params": text}], foreach=True)
+
+    def set_rates(self, factor: float) -> None:
+        """The two learning rates times `factor`."""
+        for group, rate in zip(self.optimizer.param_groups, (self.config.lr, self.config.lr_text), strict=True):
+            group["lr"] = rate * factor
+
+    def adapted(self, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """t′ and t″ of items t [b, dim] with labels [b]: equations 8 to 12 in a row."""
+        config = self.config
+        centres = denormalise(self.centres, self.mean, self.variance)
+        if config.ablation == "fgsat":
+            moved, features = t, [t, centres[labels]]
+        else:
+            secondary = activated_centres(secondary_centres(t, labels, config.K, config.eta), self.fgsat.w1)
+            edges, weights = semantic_edges(t, secondary, labels, config.fgsat_neighbours)
+            z = semantic_propagation(torch.cat([t, secondary]), edges, weights, self.fgsat.w2)
+            moved = t + z[: len(t)] if config.residual else z[: len(t)]
+            features = [moved, centres[labels], secondary[labels]]
+        stacked = torch.stack(features, dim=1)  # [b, 2 or 3, dim]
+        return moved, fuse(stacked, attention(stacked, self.fgsat.w, self.fgsat.b))
+
+    def build_pre_graph(self) -> None:
+        """The fixed graph from T^pre, or from the raw text when there was no federated stage."""
+        self.pre_graph = item_graph(self.t_pre if bool(self.updates) else self.text, self.config.neighbours)
+
+    @torch.no_grad()
+    def vectors(self) -> tuple[Tensor, Tensor]:
+        """The vectors that rank: users [n_users, dim] and items [n_items, dim]; cached until the next training step."""
+        if self.final is None:
+            users, ids = self.ids(self.adjacency, self.config.layers)
+            if self.tuning:
+                assert self.pre_graph is not None and self.local_graph is not None
+                hops = convolve(self.local_graph, ids), convolve(self.pre_graph, ids)
+                items = item_vectors(ids, project(self.text, self.phi_local), *hops)
+            else:
+                fused = self.adapted(project(self.text, self.phi), self.labels)[1]
+                items = ids + F.normalize(fused, dim=1)
+            self.final = users, items
+        return self.final
+
+
+def upload(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
+    """Project and normalise all item texts, and send them to the server."""
+    with torch.no_grad():
+        t = project(state.text, state.phi)
+        first = not bool(state.updates)
+        momentum = 0.0 if first else state.config.momentum
+        mean, variance = running_statistics(t, state.mean, state.variance, momentum)
+        state.mean.copy_(mean)
+        state.variance.copy_(variance)
+        state.updates += 1
+        sent = normalise(t, mean, variance).cpu().numpy()
+    return Out({SERVER: {"item_vectors": sent}})
+
+
+@dataclass
+class Server:
+    """The server's state: the last round's centres, None before the first round."""
+
+    config: Config
+    centres: npt.NDArray[np.float32] | None = None
+
+
+def cluster(state: Server, inbox: Mapping[str, Payload], ctx: Context) -> Out:
+    """Cluster the union of all domains' items; every domain gets the centres and its own items' labels."""
+    names = [name for name in ctx.peers if name in inbox]
+    vectors = [inbox[name]["item_vectors"] for name in names]
+    union = np.concatenate(vectors)
+    if len(union) < state.config.K:
+        raise CrossfedError(
+            f"K = {state.config.K} clusters need at least as many items, but the domains {', '.join(names)} have only "
+            f"{len(union)} items in total: set a smaller K"
+        )
+    fitted = global_clusters(
+        union, state.config.K, state.centres, state.config.cluster_eps, int(ctx.rng.integers(2**31))
+    )
+    state.centres = fitted.cluster_centers_.astype(np.float32)
+    labels = np.split(fitted.labels_, np.cumsum([len(v) for v in vectors])[:-1])
+    send = {name: {"centres": state.centres, "labels": own} for name, own in zip(names, labels, strict=True)}
+    return Out(send, {"kmeans_iterations": float(fitted.n_iter_), "kmeans_inertia": fitted.inertia_ / len(union)})
+
+
+def adapt(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
+    """One epoch of FGSAT and the recommender on the server's centres and labels."""
+    config = state.config
+    state.centres.copy_(torch.tensor(inbox[SERVER]["centres"]))
+    state.labels.copy_(torch.tensor(inbox[SERVER]["labels"]))
+    state.final = None
+    state.set_rates(1.0)
+    total: dict[str, float] = {}
+    for batch in bpr_epoch(ctx.own, config.batch_size, ctx.rng):
+        user, pos, neg = (column.to(state.device) for column in batch)
+        items, where = torch.unique(torch.cat([pos, neg]), return_inverse=True)
+        at_pos, at_neg = where[: len(pos)], where[len(pos) :]
+        users, ids = state.ids(state.adjacency, config.layers)
+        t = project(state.text[items], state.phi)
+        moved, fused = state.adapted(t, state.labels[items])
+        x = ids[items] + F.normalize(fused, dim=1)
+        u = users[user]
+        losses = {
+            "rec": bpr((u * x[at_pos]).sum(1), (u * x[at_neg]).sum(1)),
+            "kd": distillation(u, fused[at_pos], t[at_pos]),
+            "fa": alignment(moved[at_pos], fused[at_pos]),
+            "l2": l2_ego(state.ids.user[user], state.ids.item[pos], state.ids.item[neg]),
+        }
+        loss = pretrain_loss(losses["rec"], losses["kd"], losses["fa"], config.lambda_kd, config.lambda_fa)
+        _step(state, loss + config.l2 * losses["l2"], losses, total)
+    return Out(metrics=total | _semantics(state))
+
+
+def keep_prior(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
+    """Freeze T^pre = t″ of all items."""
+    with torch.no_grad():
+        state.t_pre.copy_(state.adapted(project(state.text, state.phi), state.labels)[1])
+    return Out()
+
+
+def begin_finetune(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
+    """Build the fixed graph; start IDs and optimizer anew."""
+    if not state.config.warm_start:
+        fresh = IdEncoder(state.data.n_users, state.data.n_items, state.config.dim, ctx.torch_rng)
+        state.ids.load_state_dict(fresh.state_dict())
+    state.optimizer = state.new_optimizer()
+    state.tuning, state.final = True, None
+    state.build_pre_graph()
+    return Out()
+
+
+def finetune(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
+    """One local epoch of stage 2."""
+    config = state.config
+    assert state.pre_graph is not None
+    if state.local_graph is None or (ctx.round - 1) % config.refresh_every == 0:
+        with torch.no_grad():
+            state.local_graph = item_graph(project(state.text, state.phi_local), config.neighbours)
+    state.final = None
+    state.set_rates(config.lr_decay ** (ctx.round - 1))
+    total: dict[str, float] = {}
+    for batch in bpr_epoch(ctx.own, config.batch_size, ctx.rng):
+        user, pos, neg = (column.to(state.device) for column in batch)
+        users, ids = state.ids(state.adjacency, config.layers)
+        local, pre = convolve(state.local_graph, ids), convolve(state.pre_graph, ids)
+        u = users[user]
+        x_pos = item_vectors(ids[pos], project(state.text[pos], state.phi_local), local[pos], pre[pos])
+        x_neg = item_vectors(ids[neg], project(state.text[neg], state.phi_local), local[neg], pre[neg])
+        losses = {"rec": bpr((u * x_pos).sum(1), (u * x_neg).sum(1))}
+        items = torch.unique(pos)
+        con = u.new_zeros(())
+        if config.ablation != "cl" and len(items) > 1:
+            con = contrast(local[items], pre[items], config.tau, config.contrast == "infonce")
+        losses |= {
+            "con": con,
+            "kd": distillation(u, pre[pos], local[pos]),
+            "l2": l2_ego(state.ids.user[user], state.ids.item[pos], state.ids.item[neg]),
+        }
+        loss = finetune_loss(losses["rec"], losses["con"], losses["kd"], config.alpha, config.beta)
+        _step(state, loss + config.l2 * losses["l2"], losses, total)
+    return Out(metrics=total)
+
+
+def _step(state: Domain, loss: Tensor, losses: Mapping[str, Tensor], total: dict[str, float]) -> None:
+    """One optimizer step; adds the batch's losses to their means over the epoch."""
+    state.optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    state.optimizer.step()
+    batches = -(-len(state.data.users) // state.config.batch_size)
+    for name, value in losses.items():
+        total[f"loss_{name}"] = total.get(f"loss_{name}", 0.0) + value.item() / batches
+
+
+@torch.no_grad()
+def _semantics(state: Domain) -> dict[str, float]:
+    """What the text path still knows: rank of t″, clusters in use, neighbours shared with the raw text."""
+    fused = state.adapted(project(state.text, state.phi), state.labels)[1]
+    if state.raw_neighbours is None:
+        state.raw_neighbours = top_cosine(state.text, state.config.neighbours)[0]
+    neighbours = top_cosine(fused, state.config.neighbours)[0]
+    return {
+        "effective_rank": effective_rank(fused),
+        "clusters_used": float(len(torch.unique(state.labels))),
+        "text_neighbours_kept": neighbour_overlap(neighbours, state.raw_neighbours),
+    }
+
+
+def score(state: Domain, users: npt.NDArray[np.int64]) -> Tensor:
+    """Eq. (22) for some users. int64 [b] -> float32 [b, n_items]."""
+    user_vectors, items = state.vectors()
+    return predict(user_vectors[torch.from_numpy(users).to(state.device)], items)
+
+
+def export(state: Domain) -> dict[str, Tensor]:
+    """The final user and item vectors: all that Eq. (22) needs."""
+    users, items = state.vectors()
+    return {"users": users, "items": items}
+
+
+def state_dict(state: Domain | Server) -> dict[str, Any]:
+    """Parameters, buffers, Adam's moments and the local graph; the other graphs are rebuilt from these."""
+    if isinstance(state, Server):
+        return {} if state.centres is None else {"centres": state.centres}
+    parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
+    out: dict[str, Any] = {
+        "model": dict(state.state_dict()),
+        "adam": [dict(state.optimizer.state[p]) for p in parameters],
+        "tuning": state.tuning,
+    }
+    if state.local_graph is not None:
+        graph = state.local_graph
+        out["local_graph"] = {"rows": graph.crow_indices(), "cols": graph.col_indices(), "values": graph.values()}
+    return out
+
+
+def load_state_dict(state: Domain | Server, saved: Mapping[str, Any]) -> None:
+    """Continue from `state_dict`'s result, bit for bit."""
+    if isinstance(state, Server):
+        state.centres = saved.get("centres")
+        return
+    state.load_state_dict(dict(saved["model"]))
+    state.optimizer = state.new_optimizer()
+    parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
+    for parameter, moments in zip(parameters, saved["adam"], strict=True):
+        if moments:
+            state.optimizer.state[parameter] = {key: torch.as_tensor(value).clone() for key, value in moments.items()}
+    state.tuning, state.final, state.local_graph = bool(saved["tuning"]), None, None
+    if "local_graph" in saved:
+        graph, n = saved["local_graph"], state.data.n_items
+        parts = [torch.as_tensor(graph[key]).to(state.device) for key in ("rows", "cols", "values")]
+        state.local_graph = torch.sparse_csr_tensor(*parts, size=(n, n))
+    if state.tuning:
+        state.build_pre_graph()
+
+
+def stages(config: Config) -> tuple[Stage, ...]:
+    """The federated stage, which the ablation "fed" skips, then the local one."""
+    return (
+        Stage(
+            "pretrain",
+            rounds=0 if config.ablation == "fed" else config.rounds,
+            each=(Phase(upload), Phase(cluster, at="server"), Phase(adapt)),
+            close=(Phase(keep_prior),),
+            edges=frozenset({Direction.UP, Direction.DOWN}),
+            keep_best=False,  # the next stage wants T^pre, not the best ranking of this one
+        ),
+        Stage(
+            "finetune",
+            rounds=config.epochs,
+            open=(Phase(begin_finetune),),
+            each=(Phase(finetune),),
+            patience=config.patience,
+        ),
+    )
+
+
+METHOD = Method(
+    name="fedcrf",
+    title="FedCRF: semantic clusters across domains, FGSAT and text-graph fine-tuning",
+    paper="arXiv 2604.17681",
+    Config=Config,
+    stages=stages,
+    init_domain=Domain,
+    init_server=lambda config, ctx: Server(config),
+    score=score,
+    state_dict=state_dict,
+    load_state_dict=load_state_dict,
+    export=export,
+    fields=(
+        Field("item_vectors", Direction.UP, ("n_items", "dim"), "normalised text vectors of the domain's items"),
+        Field("centres", Direction.DOWN, ("K", "dim"), "global cluster centres"),
+        Field("labels", Direction.DOWN, ("n_items",), "the domain's items' clusters", dtype="int64", high="K"),
+    ),
+    artifacts=("text",),
+)
