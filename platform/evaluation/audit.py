@@ -1,8 +1,8 @@
 """Privacy audit of uploaded item vectors: the similarity-based inference attack (SIA).
 
 Source: FedCRF, Table 6, after Yuan et al. (2025). An attacker who intercepts item vectors guesses that the users of an
-item are the users of the items most similar to it. The lower the F1 score, the less the vectors give away; what low means
-depends on the data, so compare with `random_baseline`.
+item are the users of the items most similar to it. The lower the F1 score, the less the vectors give away; what counts
+as low depends on the data, so compare with `random_baseline`.
 """
 
 from __future__ import annotations

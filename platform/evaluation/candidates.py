@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from crossfed.platform.seam import CrossfedError
+from crossfed.platform.seam import Array, CrossfedError
 
 _BLOCK_ENTRIES = 2**21  # fixed, since which random number a user gets depends on it
 
@@ -39,8 +39,8 @@ class Candidates:
     def sha256(self) -> str:
         """Hash of users and items, in hexadecimal."""
         digest = hashlib.sha256(f"{self.n_items} {self.items.shape}".encode())
-        digest.update(np.ascontiguousarray(self.users, "<i8"))
-        digest.update(np.ascontiguousarray(self.items, "<i4"))
+        digest.update(np.ascontiguousarray(self.users, "<i8").data)
+        digest.update(np.ascontiguousarray(self.items, "<i4").data)
         return digest.hexdigest()
 
     @property
@@ -55,9 +55,9 @@ def full_id(n_items: int) -> str:
 
 
 def draw(
-    users: npt.NDArray[np.integer],
-    known_indptr: npt.NDArray[np.integer],
-    known_items: npt.NDArray[np.integer],
+    users: Array,
+    known_indptr: Array,
+    known_items: Array,
     n_items: int,
     n: int,
     seed: int,
@@ -89,8 +89,8 @@ def draw(
 
 def _draw_block(
     users: npt.NDArray[np.int64],
-    known_indptr: npt.NDArray[np.integer],
-    known_items: npt.NDArray[np.integer],
+    known_indptr: Array,
+    known_items: Array,
     n_items: int,
     n: int,
     rng: np.random.Generator,
@@ -108,8 +108,8 @@ def _draw_block(
     if left.size and left.min() < n:
         worst = int(left.argmin())
         raise CrossfedError(
-            f"user row {users[worst]} has only {left[worst]} items never interacted with, but the protocol asks for {n} "
-            f"sampled candidates; choose one with fewer or with full ranking"
+            f"user row {users[worst]} has only {left[worst]} items never interacted with, but the protocol asks for "
+            f"{n} sampled candidates; choose one with fewer or with full ranking"
         )
     places = _distinct(left, n, rng)
     # The p-th unknown item of a user is p + (how many known items lie before it). Known item number j (ascending, from
@@ -152,24 +152,30 @@ def _distinct(limits: npt.NDArray[np.int64], n: int, rng: np.random.Generator) -
 
 def load_or_draw(
     directory: Path,
-    users: npt.NDArray[np.integer],
-    known_indptr: npt.NDArray[np.integer],
-    known_items: npt.NDArray[np.integer],
+    part: str,
+    users: Array,
+    known_indptr: Array,
+    known_items: Array,
     n_items: int,
     n: int,
     seed: int,
 ) -> Candidates:
     """The stored candidates of this data and seed, or new ones, which are then stored.
 
-    The file is `candidates-<n>-<key>.parquet`, where the key is a hash of all arguments; other data or another seed
+    The file is `<part>-<n>-<key>.parquet`, where the key is a hash of the data and the seed; other data or another seed
     makes another file. It appears whole or not at all, and any number of processes may race for it.
+
+    Args:
+        directory: where they are stored; made when absent.
+        part: "validation" or "test": the part whose users these are; it only names the file.
+        users, known_indptr, known_items, n_items, n, seed: as in `draw`.
 
     Raises:
         CrossfedError: as `draw`; the stored file is damaged or does not have the hash it was stored with; the directory
             cannot be written to.
     """
     users = np.asarray(users, np.int64)
-    path = directory / f"candidates-{n}-{_key(users, known_indptr, known_items, n_items, n, seed)}.parquet"
+    path = directory / f"{part}-{n}-{_key(users, known_indptr, known_items, n_items, n, seed)}.parquet"
     if path.exists():
         return _load(path)
     candidates = draw(users, known_indptr, known_items, n_items, n, seed)
@@ -179,15 +185,15 @@ def load_or_draw(
 
 def _key(
     users: npt.NDArray[np.int64],
-    known_indptr: npt.NDArray[np.integer],
-    known_items: npt.NDArray[np.integer],
+    known_indptr: Array,
+    known_items: Array,
     n_items: int,
     n: int,
     seed: int,
 ) -> str:
     digest = hashlib.sha256(f"{n_items} {n} {seed} {len(users)} {len(known_indptr)}".encode())
     for array in (users, known_indptr, known_items):
-        digest.update(np.ascontiguousarray(array, "<i8"))
+        digest.update(np.ascontiguousarray(array, "<i8").data)
     return digest.hexdigest()[:12]
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from crossfed.platform.evaluation.candidates import Candidates, full_id
 from crossfed.platform.evaluation.metrics import macro_metrics, per_user_metrics
-from crossfed.platform.seam import CrossfedError
+from crossfed.platform.seam import Array, CrossfedError
 
 Score = Callable[[npt.NDArray[np.int64]], torch.Tensor]
 """users int64 [b] -> float tensor [b, n_items] on any device."""
@@ -52,11 +52,11 @@ class Ranking:
 
 def rank(
     score: Score,
-    users: npt.NDArray[np.integer],
-    seen_indptr: npt.NDArray[np.integer],
-    seen_items: npt.NDArray[np.integer],
-    truth_indptr: npt.NDArray[np.integer],
-    truth_items: npt.NDArray[np.integer],
+    users: Array,
+    seen_indptr: Array,
+    seen_items: Array,
+    truth_indptr: Array,
+    truth_items: Array,
     n_items: int,
     ks: Sequence[int],
     candidates: Candidates | None = None,
@@ -137,17 +137,13 @@ def _scores(score: Score, users: npt.NDArray[np.int64], n_items: int) -> torch.T
     return scores
 
 
-def _flat(
-    users: npt.NDArray[np.int64], indptr: npt.NDArray[np.integer], items: npt.NDArray[np.integer], n_items: int
-) -> npt.NDArray[np.int64]:
+def _flat(users: npt.NDArray[np.int64], indptr: Array, items: Array, n_items: int) -> npt.NDArray[np.int64]:
     """Positions of the users' items in a flattened [b, n_items] matrix."""
     row, where = _entries(users, indptr)
     return row * n_items + items[where]
 
 
-def _entries(
-    users: npt.NDArray[np.int64], indptr: npt.NDArray[np.integer]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _entries(users: npt.NDArray[np.int64], indptr: Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """For each entry of these users' index lists: the user's place in the block, the entry's place in the items."""
     begin = indptr[users].astype(np.int64)
     length = indptr[users + 1].astype(np.int64) - begin
@@ -159,10 +155,10 @@ def _entries(
 def _mask(
     scores: torch.Tensor,
     users: npt.NDArray[np.int64],
-    seen_indptr: npt.NDArray[np.integer],
-    seen_items: npt.NDArray[np.integer],
-    truth_indptr: npt.NDArray[np.integer],
-    truth_items: npt.NDArray[np.integer],
+    seen_indptr: Array,
+    seen_items: Array,
+    truth_indptr: Array,
+    truth_items: Array,
 ) -> torch.Tensor:
     """Set seen entries of `scores` to -inf and tell what each entry is (free, truth, masked): uint8 [b, n_items]."""
     n_items = scores.shape[1]
@@ -183,8 +179,8 @@ def _columns(
     candidates: Candidates,
     rows: npt.NDArray[np.int64],
     users: npt.NDArray[np.int64],
-    truth_indptr: npt.NDArray[np.integer],
-    truth_items: npt.NDArray[np.integer],
+    truth_indptr: Array,
+    truth_items: Array,
 ) -> torch.Tensor:
     """The items each user's list is made of: int64 [b, n + max n_truth], filled up with -1."""
     row, where = _entries(users, truth_indptr)
