@@ -24,10 +24,12 @@ def bpr_epoch(data: Interactions, batch_size: int, rng: np.random.Generator) -> 
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be positive, got {batch_size}")
-    negatives = draw_negatives(data, data.users, rng)
-    order = rng.permutation(np.flatnonzero(negatives >= 0))
-    columns = [torch.from_numpy(column[order]) for column in (data.users, data.items, negatives)]
-    yield from zip(*(column.split(batch_size) for column in columns), strict=True)
+    drawn = draw_negatives(data, data.users, rng)
+    order = rng.permutation(np.flatnonzero(drawn >= 0))
+    users, positives, negatives = (torch.from_numpy(column[order]) for column in (data.users, data.items, drawn))
+    for start in range(0, len(order), batch_size):
+        batch = slice(start, start + batch_size)
+        yield users[batch], positives[batch], negatives[batch]
 
 
 def draw_negatives(data: Interactions, users: npt.NDArray[np.int64], rng: np.random.Generator) -> npt.NDArray[np.int64]:
