@@ -1,0 +1,452 @@
+"""The tracker against real stores: SQLite files, and MLflow servers started, killed and restarted on the loopback."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from crossfed.platform import tracking
+from crossfed.platform.seam import CrossfedError
+from crossfed.platform.tracking import DatasetInput, Tracker, TrackingSettings, replay, resolve_uri, safe_name
+from matplotlib.figure import Figure
+from mlflow import MlflowClient
+
+DATASETS = [DatasetInput("Beauty", "d" * 64, "synthetic", {"users": 3, "items": 4})]
+
+
+def start(run_dir: Path, warnings: list[str] | None = None, resume: str | None = None, **settings: Any) -> Tracker:
+    warn = None if warnings is None else warnings.append
+    tags = {"seed": "7"}
+    return Tracker.start(TrackingSettings(**settings), run_dir, "a run", {"alpha": 0.1}, tags, DATASETS, resume, warn)
+
+
+def sqlite(run_dir: Path) -> MlflowClient:
+    return MlflowClient(tracking_uri=f"sqlite:///{run_dir.parent / 'mlflow.db'}")
+
+
+def history(client: MlflowClient, run_id: str, name: str) -> list[tuple[int, float]]:
+    return [(m.step, m.value) for m in client.get_metric_history(run_id, name)]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Server:
+    """A real MLflow server on a SQLite file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.port = folder, free_port()
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder}/server.db"]
+        command += ["--artifacts-destination", str(self.folder / "artifacts")]
+        with (self.folder / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "1"},
+            )
+        for _ in range(600):
+            try:
+                if requests.get(f"{self.uri}/health", timeout=1).ok:
+                    return
+            except requests.RequestException:
+                time.sleep(0.1)
+        raise AssertionError((self.folder / "server.log").read_text())
+
+    def kill(self) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    folder = tmp_path / "server"
+    folder.mkdir()
+    server = Server(folder)
+    yield server
+    server.kill()
+
+
+# Names and addresses
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        ("val/Beauty/ndcg_at_20", "val/Beauty/ndcg_at_20"),
+        ("ndcg@20", "ndcg_at_20"),
+        ("val/Home & Kitchen/loss", "val/Home _ Kitchen/loss"),
+        ("loss(α=1)", "loss_α_1_"),
+        ("/a//b/../c/.", "a/b/c"),
+        ("..", "unnamed"),
+        ("", "unnamed"),
+        ("x" * 250, "x" * 250),
+    ],
+)
+def test_safe_name(name: str, clean: str) -> None:
+    assert safe_name(name) == clean
+    assert safe_name(clean) == clean
+
+
+def test_safe_name_keeps_long_names_apart() -> None:
+    first, second = safe_name("x" * 300 + "a"), safe_name("x" * 300 + "b")
+    assert len(first) == len(second) == 250
+    assert first != second
+
+
+def test_resolve_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert resolve_uri(TrackingSettings(), tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
+    assert resolve_uri(TrackingSettings(uri="http://a:5000/"), tmp_path) == "http://a:5000"
+    assert resolve_uri(TrackingSettings(uri="sqlite:///x.db"), tmp_path) == f"sqlite:///{Path.cwd()}/x.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://b:5000")
+    assert resolve_uri(TrackingSettings(), tmp_path) == "http://b:5000"
+    assert resolve_uri(TrackingSettings(uri="http://a:5000"), tmp_path) == "http://a:5000"
+
+
+@pytest.mark.parametrize("uri", ["./mlruns", "mlruns", "file:///tmp/x", "/tmp/x", "C:\\runs", "ftp://a/b", "http:", ""])
+def test_unusable_uri_is_refused_in_one_sentence(tmp_path: Path, uri: str) -> None:
+    with pytest.raises(CrossfedError, match=r"tracking\.uri is .*sqlite:///runs/mlflow\.db"):
+        start(tmp_path / "run", uri=uri)
+
+
+def test_in_memory_database_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CrossfedError, match="name a file"):
+        start(tmp_path / "run", uri="sqlite:///:memory:")
+
+
+def test_password_is_not_written_down(tmp_path: Path) -> None:
+    tracker = start(tmp_path / "run", [], uri=f"http://me:secret@127.0.0.1:{free_port()}")
+    tracker.finish("FINISHED")
+    assert "***@127.0.0.1" in tracker.status
+    for path in (tmp_path / "run").iterdir():
+        assert "secret" not in path.read_text()
+    with pytest.raises(CrossfedError, match="give the URI"):
+        replay(tmp_path / "run")
+
+
+# A SQLite store
+
+
+def test_a_run_in_sqlite(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "one"
+    tracker = start(run_dir)
+    tracker.log({"val/Beauty/ndcg@20": 0.2, "train/Beauty/loss": 3.0}, 1)
+    tracker.log({"val/Beauty/ndcg@20": 0.5, "train/Beauty/loss": 2.0}, 2)
+    tracker.log({"val/Beauty/ndcg@20": 0.4, "train/Beauty/loss": math.inf, "bad": math.nan}, 3)
+    (run_dir / "config.yaml").write_text("x: 1\n")
+    tracker.artifact(run_dir / "config.yaml")
+    figure = Figure()
+    figure.subplots().plot([1, 2])
+    tracker.figure(figure, "losses")
+    tracker.finish("FINISHED", "all rounds done")
+
+    client = sqlite(run_dir)
+    assert tracker.run_id is not None
+    run = client.get_run(tracker.run_id)
+    assert (run_dir / "mlflow_run_id").read_text().strip() == tracker.run_id
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "a run"
+    assert run.data.params == {"alpha": "0.1"}
+    assert run.data.tags["seed"] == "7"
+    assert run.data.tags["crossfed.reason"] == "all rounds done"
+    assert client.get_experiment(run.info.experiment_id).name == "crossfed"
+    name = "val/Beauty/ndcg_at_20"
+    assert history(client, tracker.run_id, name) == [(1, 0.2), (2, 0.5), (3, 0.4)]
+    assert history(client, tracker.run_id, f"best/{name}") == [(1, 0.2), (2, 0.5), (3, 0.5)]
+    assert history(client, tracker.run_id, "train/Beauty/loss") == [(1, 3.0), (2, 2.0)]
+    assert "bad" not in run.data.metrics
+    assert len(history(client, tracker.run_id, "system/process_memory_megabytes")) == 3
+    [data] = run.inputs.dataset_inputs
+    assert (data.dataset.name, data.dataset.digest) == ("Beauty", "d" * 36)
+    assert json.loads(data.dataset.profile) == {"users": 3, "items": 4}
+    assert {a.path for a in client.list_artifacts(tracker.run_id)} == {"config.yaml", "figures"}
+    assert (tmp_path / "runs" / "mlartifacts" / tracker.run_id / "artifacts" / "figures" / "losses.png").is_file()
+    assert "2 values were not finite" in tracker.status
+    assert not (run_dir / tracking.SPOOL).exists()
+
+
+def test_more_than_a_batch(tmp_path: Path) -> None:
+    settings = TrackingSettings(system_metrics=False)
+    params = {f"p{i}": i for i in range(150)} | {"long": "y" * 7000}
+    tracker = Tracker.start(settings, tmp_path / "run", "many", params, {}, [])
+    tracker.log({f"m{i}": float(i) for i in range(1500)}, 1)
+    tracker.finish("FINISHED")
+    run = sqlite(tmp_path / "run").get_run(tracker.run_id)
+    assert len(run.data.params) == 151
+    assert run.data.params["long"] == "y" * 6000
+    assert len(run.data.metrics) == 1500
+
+
+def test_a_resumed_run_continues_the_same_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    first = start(run_dir)
+    for step in (1, 2, 3):
+        first.log({"val/B/recall_at_20": 0.1 * step}, step)
+    first.finish("KILLED", "interrupted")
+
+    second = start(run_dir, resume=first.run_id)
+    assert second.run_id == first.run_id
+    assert sqlite(run_dir).get_run(first.run_id).info.status == "RUNNING"
+    for step in (3, 4):  # round 3 had been recorded but not committed: it runs again
+        second.log({"val/B/recall_at_20": 0.1 * step}, step)
+    second.log({"val/B/recall_at_20": 0.1}, 5)
+    second.finish("FINISHED")
+    client = sqlite(run_dir)
+    assert [s for s, _ in history(client, first.run_id, "val/B/recall_at_20")] == [1, 2, 3, 4, 5]
+    assert history(client, first.run_id, "best/val/B/recall_at_20")[-1] == (5, 0.4)
+    assert client.get_run(first.run_id).info.status == "FINISHED"
+    assert len(client.search_runs(["1"])) == 1
+
+
+def test_resuming_a_deleted_run_opens_a_new_one(tmp_path: Path) -> None:
+    first = start(tmp_path / "run")
+    first.finish("KILLED")
+    sqlite(tmp_path / "run").delete_run(first.run_id)
+    second = start(tmp_path / "run", resume=first.run_id)
+    second.finish("FINISHED")
+    assert second.run_id != first.run_id
+    assert (tmp_path / "run" / "mlflow_run_id").read_text().strip() == second.run_id
+
+
+def test_a_study_is_the_parent(tmp_path: Path) -> None:
+    study = start(tmp_path / "study")
+    trial = start(tmp_path / "trial", parent_run_id=study.run_id)
+    tags = sqlite(tmp_path / "trial").get_run(trial.run_id).data.tags
+    assert tags["mlflow.parentRunId"] == study.run_id
+
+
+def test_disabled_writes_nothing_but_figures(tmp_path: Path) -> None:
+    tracker = start(tmp_path / "run", enabled=False)
+    tracker.log({"a": 1.0}, 1)
+    tracker.figure(Figure(), "empty")
+    tracker.finish("FINISHED")
+    assert tracker.status == "off"
+    assert tracker.run_id is None
+    assert [p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()] == [Path("run/figures/empty.png")]
+
+
+def test_an_absent_artifact_is_refused_and_the_rest_recorded(tmp_path: Path) -> None:
+    tracker = start(tmp_path / "run")
+    tracker.artifact(tmp_path / "nowhere.txt")
+    tracker.log({"a": 1.0}, 1)
+    tracker.finish("FINISHED")
+    assert "1 entries were refused" in tracker.status
+    [line] = (tmp_path / "run" / tracking.REFUSED).read_text().splitlines()
+    assert "nowhere.txt is absent" in json.loads(line)["reason"]
+    assert sqlite(tmp_path / "run").get_run(tracker.run_id).data.metrics["a"] == 1.0
+
+
+def _record(run_dir: Path, go: Any) -> None:
+    go.wait()
+    tracker = start(run_dir)
+    for step in range(1, 11):
+        tracker.log({"val/B/recall_at_20": step / 10}, step)
+    tracker.finish("FINISHED")
+
+
+def test_processes_share_a_new_sqlite_store(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    go = context.Event()
+    processes = [context.Process(target=_record, args=(tmp_path / f"run{i}", go)) for i in range(2)]
+    for process in processes:
+        process.start()
+    go.set()
+    for process in processes:
+        process.join()
+    assert [p.exitcode for p in processes] == [0, 0]
+    client = sqlite(tmp_path / "run0")
+    [experiment] = [e for e in client.search_experiments() if e.name == "crossfed"]
+    runs = client.search_runs([experiment.experiment_id])
+    assert [r.info.status for r in runs] == ["FINISHED"] * 2
+    assert all(len(client.get_metric_history(r.info.run_id, "val/B/recall_at_20")) == 10 for r in runs)
+    assert not list(tmp_path.glob("run*/tracking-spool.jsonl"))
+
+
+def test_a_locked_sqlite_store_is_spooled_and_caught_up(tmp_path: Path) -> None:
+    run_dir, warnings = tmp_path / "run", []
+    start(tmp_path / "other").finish("FINISHED")  # the store exists
+    blocker = sqlite3.connect(tmp_path / "mlflow.db")
+    blocker.execute("BEGIN IMMEDIATE")
+    began = time.monotonic()
+    tracker = start(run_dir, warnings)
+    assert time.monotonic() - began < 8
+    tracker.log({"a": 1.0}, 1)
+    blocker.rollback()
+    blocker.close()
+    assert "locked" in warnings[0]
+    tracker.finish("FINISHED")
+    assert len(warnings) == 1
+    run = sqlite(run_dir).get_run(tracker.run_id)
+    assert run.data.metrics["a"] == 1.0
+    assert run.info.status == "FINISHED"
+
+
+def test_a_store_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    warnings: list[str] = []
+    tracker = start(tmp_path / "run", warnings, uri=f"sqlite:///{tmp_path}/file/mlflow.db")
+    tracker.log({"a": 1.0}, 1)
+    tracker.finish("FINISHED")
+    assert "out of reach" in warnings[0]
+    summary = replay(tmp_path / "run", f"sqlite:///{tmp_path}/mlflow.db")
+    assert (summary.applied, summary.left, summary.problem) == (3, 0, None)
+    assert sqlite(tmp_path / "run").get_run(summary.run_id).data.metrics["a"] == 1.0
+
+
+def test_a_torn_last_line_costs_that_line_only(tmp_path: Path) -> None:
+    tracker = start(tmp_path / "run", [], uri=f"http://127.0.0.1:{free_port()}", system_metrics=False)
+    tracker.log({"a": 1.0}, 1)
+    spool = tmp_path / "run" / tracking.SPOOL
+    with spool.open("a") as file:
+        file.write('{"op": "metr')
+    tracker.log({"a": 2.0}, 2)
+    tracker.finish("FINISHED")
+    summary = replay(tmp_path / "run", f"sqlite:///{tmp_path}/mlflow.db")
+    assert summary.left == 0
+    assert history(sqlite(tmp_path / "run"), summary.run_id, "a") == [(1, 1.0), (2, 2.0)]
+
+
+def test_replay_twice_changes_nothing(tmp_path: Path) -> None:
+    """A kill between the store's commit and ours applies entries twice."""
+    tracker = start(tmp_path / "run", [], uri=f"http://127.0.0.1:{free_port()}")
+    tracker.log({"val/B/x": 1.0}, 1)
+    tracker.finish("FINISHED")
+    spool = tmp_path / "run" / tracking.SPOOL
+    before = spool.read_text()
+    first = replay(tmp_path / "run", f"sqlite:///{tmp_path}/mlflow.db")
+    (tmp_path / "run" / "mlflow_run_id").unlink()
+    state = json.loads((tmp_path / "run" / tracking.STATE).read_text())
+    (tmp_path / "run" / tracking.STATE).write_text(json.dumps({**state, "run_id": None}))
+    spool.write_text(before)
+    second = replay(tmp_path / "run")
+    assert second.run_id == first.run_id
+    assert history(sqlite(tmp_path / "run"), first.run_id, "val/B/x") == [(1, 1.0)]
+
+
+def test_replay_of_an_untracked_directory(tmp_path: Path) -> None:
+    with pytest.raises(CrossfedError, match="holds no tracked run"):
+        replay(tmp_path)
+
+
+# A server
+
+
+def test_server_killed_and_restarted(tmp_path: Path, server: Server) -> None:
+    server.start()
+    run_dir, warnings = tmp_path / "run", []
+    tracker = start(run_dir, warnings, uri=server.uri)
+    assert tracker.url == f"{server.uri}/#/experiments/1/runs/{tracker.run_id}"
+    (run_dir / "before.txt").write_text("b")
+    tracker.artifact(run_dir / "before.txt")
+    tracker.log({"val/B/x": 0.1}, 1)
+
+    server.kill()
+    began = time.monotonic()
+    for step in (2, 3, 4):
+        tracker.log({"val/B/x": 0.1 * step}, step)
+    (run_dir / "while.txt").write_text("w")
+    tracker.artifact(run_dir / "while.txt", "folder")
+    assert time.monotonic() - began < 10
+    assert len(warnings) == 1
+    assert "connection refused" in warnings[0]
+    assert tracker.url is None
+    assert "entries wait" in tracker.status
+
+    server.start()
+    tracker.log({"val/B/x": 0.5}, 5)
+    tracker.finish("FINISHED")
+    assert tracker.url is not None
+    client = MlflowClient(tracking_uri=server.uri)
+    assert tracker.run_id is not None
+    assert [s for s, _ in history(client, tracker.run_id, "val/B/x")] == [1, 2, 3, 4, 5]
+    assert {a.path for a in client.list_artifacts(tracker.run_id)} == {"before.txt", "folder"}
+    assert client.get_run(tracker.run_id).info.status == "FINISHED"
+    assert not (run_dir / tracking.SPOOL).exists()
+
+
+def test_server_away_all_the_time_then_replayed(tmp_path: Path, server: Server) -> None:
+    run_dir, warnings = tmp_path / "run", []
+    began = time.monotonic()
+    tracker = start(run_dir, warnings, uri=server.uri)
+    assert time.monotonic() - began < 8
+    tracker.log({"val/B/x": 0.1}, 1)
+    tracker.finish("KILLED", "interrupted")
+    assert tracker.run_id is None
+    resumed = start(run_dir, warnings, uri=server.uri)  # still away, no run id to hand over
+    resumed.log({"val/B/x": 0.1}, 1)
+    resumed.log({"val/B/x": 0.3}, 2)
+    resumed.finish("FINISHED")
+    assert replay(run_dir).problem == "connection refused"
+
+    server.start()
+    summary = replay(run_dir)
+    assert (summary.left, summary.refused, summary.problem) == (0, 0, None)
+    client = MlflowClient(tracking_uri=server.uri)
+    [run] = client.search_runs(["1"])
+    assert run.info.run_id == summary.run_id == (run_dir / "mlflow_run_id").read_text().strip()
+    assert run.info.status == "FINISHED"
+    assert history(client, run.info.run_id, "best/val/B/x") == [(1, 0.1), (2, 0.3)]
+
+
+def test_require_refuses_to_start_without_the_server(tmp_path: Path) -> None:
+    port = free_port()
+    began = time.monotonic()
+    with pytest.raises(CrossfedError, match=f"127.0.0.1:{port} is out of reach .connection refused"):
+        start(tmp_path / "run", uri=f"http://127.0.0.1:{port}", require=True)
+    assert time.monotonic() - began < 8
+
+
+def test_a_server_that_never_answers_costs_seconds(tmp_path: Path) -> None:
+    with socket.socket() as listener:  # accepts connections into its backlog and says nothing
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(8)
+        warnings: list[str] = []
+        began = time.monotonic()
+        tracker = start(tmp_path / "run", warnings, uri=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        for step in range(1, 50):
+            tracker.log({"a": 1.0}, step)
+        assert time.monotonic() - began < 8
+        assert "no answer in time" in warnings[0]
+
+
+def test_nothing_on_stdout_or_stderr(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path\n"
+        "from crossfed.platform.tracking import Tracker, TrackingSettings\n"
+        f"t = Tracker.start(TrackingSettings(), Path({str(tmp_path / 'run')!r}), 'r', {{}}, {{}}, [])\n"
+        "t.log({'a': 1.0}, 1)\n"
+        "t.finish('FINISHED')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+    assert sqlite(tmp_path / "run").search_runs(["1"])[0].info.status == "FINISHED"
+
+
+def test_importing_is_light() -> None:
+    code = "import sys, crossfed.platform.tracking as t; print('mlflow' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
