@@ -175,7 +175,6 @@ class Tracker:
         self._uri = uri
         self._warn = warn or _LOG.warning
         self._state = _State()
-        self._already: dict[str, int] = {}
         self._store = _Store(uri, run_dir.parent)
         self._spool = _Spool(run_dir)
         self._problem: str | None = None
@@ -216,7 +215,6 @@ class Tracker:
         waiting = old is not None and old.run_id is None and tracker._spool.waiting
         if old is not None and (resume_run_id is not None or waiting):
             tracker._state = old
-            tracker._already = dict(old.last)
         else:
             tracker._spool.set_aside()
         state = tracker._state
@@ -270,7 +268,8 @@ class Tracker:
         """Record a round's metrics in one request, with the running best of every `val/…` metric as `best/val/…`.
 
         NaN and infinite values are left out and counted: MLflow stores an infinity as ±1.8e308, which ruins its charts.
-        A value of a step that an interrupted run had already recorded is not recorded again.
+        Of a step that was recorded before (a run continued, or gone back to its last committed round) nothing is recorded
+        again.
         """
         if not self._settings.enabled:
             return
@@ -287,7 +286,7 @@ class Tracker:
                 best = max(number, self._state.best.get(key, number))
                 self._state.best[key] = best
                 values[f"best/{key}"] = best
-        values = {key: value for key, value in values.items() if step > self._already.get(key, step - 1)}
+        values = {key: value for key, value in values.items() if step > self._state.last.get(key, step - 1)}
         if not values:
             return
         self._submit({"op": "metrics", "metrics": values, "step": step, "time": _now()})
@@ -312,7 +311,7 @@ class Tracker:
             return
         from crossfed.platform import served
 
-        folder = self._dir / "model"
+        folder = self._dir / "mlflow-model"
         shutil.rmtree(folder, ignore_errors=True)
         with _bounded():
             served.save(run_dir, domains, folder)
