@@ -45,7 +45,7 @@ def test_bipartite_keeps_the_square_roots_of_the_degrees(pairs):
 
 @pytest.mark.parametrize(("users", "items"), [([0, 3], [0, 0]), ([0], [-1]), ([0, 1], [0]), ([[0]], [[0]])])
 def test_bipartite_refuses_what_does_not_fit(users, items):
-    with pytest.raises(ValueError, match="numbers must be in|vectors of one length"):
+    with pytest.raises(ValueError, match=r"numbers must be in|vectors of one length"):
         bipartite_adjacency(3, 2, np.array(users), np.array(items))
 
 
