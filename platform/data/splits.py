@@ -162,7 +162,7 @@ def check_leakage(
         row = order[again[0]]
         raise CrossfedError(
             f"User {users[row]} has item {items[row]} more than once ({len(again)} repeats in all), so that a split "
-            "could show in training what it tests; prepare the data with unique [user, item] and duplicates first or last."
+            "could show in training what it tests; prepare the data with duplicates first or last over [user, item]."
         )
     if rule in _TIME_ORDERED:
         # Sorted by user, then part, then time: in time order within every user, times never fall.
