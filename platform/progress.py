@@ -56,12 +56,12 @@ def number(value: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes for people, in powers of 1000: 1.2 MB."""
+    """Bytes for people, in powers of 1000: 1.23 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 999.5:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:.1f} TB"
+    return f"{count:.3g} TB"
 
 
 def span(seconds: float) -> str:

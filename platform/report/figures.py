@@ -1,0 +1,352 @@
+"""Figures of a run, drawn on matplotlib's object interface (no global state, no display).
+
+A history is a list of rows, one per round: {"stage", "round", "step", "metrics", "bytes_up", "bytes_down", "seconds"}, where
+`step` counts rounds over all stages and `metrics` holds `val/<domain>/<metric>` and `train/<node>/<name>`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from crossfed.platform.progress import size
+from crossfed.platform.seam import Array, CrossfedError
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+History = Sequence[Mapping[str, Any]]
+
+# Okabe and Ito's palette: told apart with any colour vision; markers tell apart in print.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = "os^Dv<>PX*"
+_GREY = "#666666"
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a figure is about; printed under its title.
+
+    Args:
+        method: the method's name, with its preset.
+        data: name of the data; must say so where it is synthetic.
+        protocol: split and candidates.
+        seed: the run's seed, or several.
+    """
+
+    method: str
+    data: str
+    protocol: str
+    seed: str
+
+    @classmethod
+    def of(cls, result: Mapping[str, Any]) -> About:
+        """From a run's `result.json`."""
+        preset = result.get("preset")
+        synthetic = "synthetic " if result["data"]["synthetic"] else ""
+        name = result["data"]["name"]
+        return cls(
+            result["method"] + (f" ({preset})" if preset else ""),
+            name if name.startswith("synthetic") else f"{synthetic}{name}",
+            result["protocol"],
+            str(result["seed"]),
+        )
+
+    def line(self) -> str:
+        return f"{self.method} · {self.data} · {self.protocol} · seed {self.seed}"
+
+
+def run_figures(history: History, result: Mapping[str, Any]) -> dict[str, Figure]:
+    """All figures that a run's history has something to show in, by file name."""
+    about = About.of(result)
+    found = {
+        "validation": validation_curves(history, about),
+        "losses": loss_curves(history, about),
+        "bytes": bytes_per_round(history, about),
+    }
+    return {name: figure for name, figure in found.items() if figure is not None}
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure as PNG; the folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+def validation_curves(history: History, about: About, metrics: Sequence[str] | None = None) -> Figure | None:
+    """Validation metrics against rounds, one panel per metric and one line per domain, the best round marked.
+
+    Args:
+        metrics: e.g. ("recall_at_20",). By default the metric that selects and, beside it, an NDCG at the same cut-off.
+
+    Returns:
+        The figure, or None when nothing was evaluated.
+    """
+    recorded = _series(history, "val")
+    metrics = tuple(metrics) if metrics is not None else _main_metrics(recorded)
+    panels = {m: {d: s for (d, name), s in recorded.items() if name == m and d != "mean"} for m in metrics}
+    panels = {m: lines for m, lines in panels.items() if lines}
+    if not panels:
+        return None
+    figure, axes = _grid(len(panels), "Validation", about)
+    style = _styles(d for lines in panels.values() for d in lines)
+    for axis, (metric, lines) in zip(axes, panels.items(), strict=True):
+        for domain, (steps, values) in lines.items():
+            colour, marker = style[domain]
+            _line(axis, steps, values, colour, marker)
+            best = int(np.nanargmax(values)) if np.isfinite(values).any() else 0
+            axis.plot(
+                steps[best], values[best], "*", color=colour, ms=15, mec="white", mew=1.2, zorder=5, clip_on=False
+            )
+        _stages(axis, history)
+        axis.set_ylabel(pretty(metric))
+    best_of = {d: np.nanmax(s[1]) for d, s in panels[next(iter(panels))].items() if np.isfinite(s[1]).any()}
+    labels = {d: f"{d}  (best {pretty(next(iter(panels)))} {best_of[d]:.4f})" if d in best_of else d for d in style}
+    _legend(figure, style, labels, [Line2D([], [], ls="", marker="*", color=_GREY, ms=12, label="best round")])
+    return figure
+
+
+def loss_curves(history: History, about: About) -> Figure | None:
+    """What the steps reported (losses above all) against rounds: one panel per name, one line per node.
+
+    Returns:
+        The figure, or None when the steps reported nothing.
+    """
+    recorded = _series(history, "train")
+    names = sorted({name for _, name in recorded}, key=lambda n: (n != "loss", "loss" not in n, n))[:9]
+    if not names:
+        return None
+    figure, axes = _grid(len(names), "Training", about)
+    style = _styles(node for node, _ in recorded)
+    for axis, name in zip(axes, names, strict=True):
+        lines = {node: s for (node, n), s in recorded.items() if n == name}
+        for node, (steps, values) in lines.items():
+            _line(axis, steps, values, *style[node])
+        positive = np.concatenate([v[np.isfinite(v)] for _, v in lines.values()])
+        if len(positive) and positive.min() > 0 and positive.max() > 30 * positive.min():
+            axis.set_yscale("log")
+        _stages(axis, history)
+        axis.set_ylabel(name.replace("_", " "))
+    _legend(figure, style, {n: n for n in style})
+    return figure
+
+
+def bytes_per_round(history: History, about: About) -> Figure | None:
+    """Bytes sent up to the server or to other domains, and received, in every round.
+
+    Returns:
+        The figure, or None when nothing was ever sent.
+    """
+    steps = np.array([row["step"] for row in history], float)
+    counts = {side: np.array([row[f"bytes_{side}"] for row in history], float) for side in ("up", "down")}
+    if not any(c.any() for c in counts.values()):
+        return None
+    figure, [axis] = _grid(1, "Bytes per round", about)
+    for offset, (side, colour) in zip((-0.2, 0.2), (("up", _COLOURS[0]), ("down", _COLOURS[4])), strict=True):
+        label = f"{side}  (total {size(counts[side].sum())})"
+        if len(steps) <= 60:
+            axis.bar(steps + offset, counts[side], width=0.4, color=colour, label=label)
+        else:
+            axis.step(steps, counts[side], where="mid", color=colour, label=label)
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("bytes, all domains together")
+    _stages(axis, history)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    return figure
+
+
+def metric_against(
+    values: Sequence[float],
+    lines: Mapping[str, Sequence[Sequence[float]]],
+    name: str,
+    metric: str,
+    about: About,
+    log: bool = False,
+) -> Figure:
+    """A metric against one hyperparameter: mean over seeds, and bars of one standard deviation where there are several.
+
+    Args:
+        values: the hyperparameter's values, ascending.
+        lines: domain -> for every value the results of its seeds.
+        name: the hyperparameter. metric: e.g. "recall_at_20".
+        log: logarithmic axis for the hyperparameter.
+
+    Raises:
+        CrossfedError: a line has not one entry per value.
+    """
+    figure, [axis] = _grid(1, f"{pretty(metric)} against {name}", about)
+    style = _styles(lines)
+    for domain, results in lines.items():
+        if len(results) != len(values):
+            raise CrossfedError(f"{domain} has results for {len(results)} values of {name}; {len(values)} are given")
+        colour, marker = style[domain]
+        means = [float(np.mean(r)) for r in results]
+        spread = [float(np.std(r, ddof=1)) if len(r) > 1 else 0.0 for r in results]
+        axis.errorbar(
+            values, means, yerr=spread if any(spread) else None, color=colour, marker=marker, ms=6, capsize=3, lw=1.6
+        )
+    if log:
+        axis.set_xscale("log")
+    axis.set_xticks(list(values), [f"{v:g}" for v in values])
+    axis.minorticks_off()
+    axis.set_xlabel(name)
+    axis.set_ylabel(pretty(metric))
+    seeds = {len(r) for results in lines.values() for r in results}
+    runs = f"mean of {max(seeds)} seeds ± 1 standard deviation" if max(seeds, default=1) > 1 else "one seed"
+    _legend(figure, style, {d: d for d in style}, [Line2D([], [], ls="", label=runs)])
+    return figure
+
+
+def item_map(
+    vectors: Mapping[str, Array],
+    centres: Array | None,
+    about: About,
+    seed: int = 0,
+    per_domain: int = 1000,
+) -> Figure:
+    """t-SNE of item vectors, coloured by domain, with cluster centres on top (as in FedCRF, Figure 5).
+
+    Args:
+        vectors: domain -> float [n_items, d]. At most `per_domain` items are drawn from each, by `seed`.
+        centres: float [K, d] in the same space, or None.
+
+    Raises:
+        CrossfedError: fewer than four vectors in all, which no map can be made of.
+    """
+    from sklearn.manifold import TSNE
+
+    rng = np.random.default_rng(seed)
+    drawn = {
+        name: np.asarray(v)[np.sort(rng.permutation(len(v))[:per_domain])].astype(np.float32)
+        for name, v in vectors.items()
+    }
+    parts = [*drawn.values(), *([np.asarray(centres, np.float32)] if centres is not None else [])]
+    stacked = np.concatenate(parts)
+    if len(stacked) < 4:
+        raise CrossfedError(f"a map of item vectors needs at least 4 vectors; there are {len(stacked)}")
+    perplexity = min(30.0, (len(stacked) - 1) / 3)
+    places = TSNE(init="pca", perplexity=perplexity, random_state=seed).fit_transform(stacked)
+    figure, [axis] = _grid(1, "Item vectors (t-SNE)", about, height=6.0)
+    style = _styles(drawn)
+    first = 0
+    for name, part in drawn.items():
+        x, y = places[first : first + len(part)].T
+        axis.scatter(x, y, s=9, alpha=0.55, color=style[name][0], linewidths=0)
+        first += len(part)
+    handles = []
+    if centres is not None:
+        axis.scatter(*places[first:].T, s=130, marker="*", color="black", edgecolors="white", linewidths=0.8, zorder=5)
+        handles.append(Line2D([], [], ls="", marker="*", color="black", ms=11, label=f"{len(centres)} centres"))
+    axis.set_xticks([])
+    axis.set_yticks([])
+    axis.set_xlabel("")
+    axis.spines[:].set_visible(False)
+    handles = [
+        *(
+            Line2D([], [], ls="", marker="o", color=style[n][0], label=f"{n}  ({len(v)} of {len(vectors[n])} items)")
+            for n, v in drawn.items()
+        ),
+        *handles,
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=_columns(len(handles)), frameon=False, fontsize=9)
+    return figure
+
+
+def pretty(metric: str) -> str:
+    """A metric's name as it is written in papers: `ndcg_at_20` becomes NDCG@20."""
+    name, _, k = metric.partition("_at_")
+    words = {"ndcg": "NDCG", "mrr": "MRR", "map": "MAP"}.get(name, name.replace("_", " ").capitalize())
+    return f"{words}@{k}" if k else words
+
+
+def _series(history: History, kind: str) -> dict[tuple[str, str], tuple[Array, Array]]:
+    """(node, name) -> steps and values, for all metrics `kind/<node>/<name>`."""
+    found: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
+    for row in history:
+        for key, value in row["metrics"].items():
+            head, _, rest = key.partition("/")
+            node, _, name = rest.rpartition("/")
+            if head == kind and node:
+                steps, values = found.setdefault((node, name), ([], []))
+                steps.append(row["step"])
+                values.append(value)
+    return {key: (np.array(steps), np.array(values, float)) for key, (steps, values) in found.items()}
+
+
+def _main_metrics(recorded: Mapping[tuple[str, str], Any]) -> tuple[str, ...]:
+    """The metric that selects (the only one with a mean over domains) and the NDCG at its cut-off."""
+    names = list(dict.fromkeys(name for _, name in recorded))
+    chosen = [name for node, name in recorded if node == "mean"][:1] or names[:1]
+    chosen += [n for n in names if chosen and n == f"ndcg_at_{chosen[0].rpartition('_at_')[2]}" and n not in chosen]
+    return tuple(chosen)
+
+
+def _grid(panels: int, title: str, about: About, height: float = 4.2) -> tuple[Figure, list[Axes]]:
+    """A figure with up to three panels in a row, its title, and what it is about."""
+    columns = min(panels, 3)
+    rows = math.ceil(panels / columns)
+    width = {1: 8.0, 2: 11.0, 3: 14.0}[columns]
+    tall = 1.3 + (height if rows == 1 else 2.8 * rows)
+    figure = Figure(figsize=(width, tall), dpi=110, layout="constrained")
+    figure.text(0.1 / width, 1 - 0.12 / tall, title, fontsize=14, fontweight="bold", va="top")
+    figure.text(0.1 / width, 1 - 0.44 / tall, about.line(), fontsize=9.5, color=_GREY, va="top")
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.set(rect=(0, 0, 1, 1 - 0.7 / tall), w_pad=0.1, h_pad=0.08)  # type: ignore[call-arg]
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for spare in axes[panels:]:
+        spare.remove()
+    for axis in axes[:panels]:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color="#dddddd", lw=0.8)
+        axis.set_axisbelow(True)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.set_xlabel("round, over all stages")
+    return figure, axes[:panels]
+
+
+def _line(axis: Axes, steps: Array, values: Array, colour: str, marker: str) -> None:
+    axis.plot(steps, values, color=colour, lw=1.8, marker=marker, ms=4.5, markevery=max(1, len(steps) // 12))
+
+
+def _stages(axis: Axes, history: History) -> None:
+    """The whole run's range of rounds, a line where one stage ends and the next begins, and the stages' names on top."""
+    first, last = history[0]["step"], history[-1]["step"]
+    margin = 0.5 + 0.01 * (last - first)
+    axis.set_xlim(first - margin, last + margin)
+    stages = list(dict.fromkeys(row["stage"] for row in history))
+    if len(stages) < 2:
+        return
+    for position, stage in enumerate(stages):
+        steps = [row["step"] for row in history if row["stage"] == stage]
+        if position:
+            axis.axvline(min(steps) - 0.5, color=_GREY, lw=1, ls=(0, (4, 3)), zorder=1)
+        axis.text(
+            (min(steps) + max(steps)) / 2, 1.01, stage, transform=axis.get_xaxis_transform(), ha="center", va="bottom",
+            fontsize=9, color=_GREY,
+        )  # fmt: skip
+
+
+def _styles(names: Any) -> dict[str, tuple[str, str]]:
+    """Name -> colour and marker, by order of appearance."""
+    unique = list(dict.fromkeys(names))
+    return {n: (_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)]) for i, n in enumerate(unique)}
+
+
+def _columns(count: int) -> int:
+    return min(count, 3)
+
+
+def _legend(
+    figure: Figure, style: Mapping[str, tuple[str, str]], labels: Mapping[str, str], more: Sequence[Line2D] = ()
+) -> None:
+    handles = [Line2D([], [], color=c, marker=m, ms=5, lw=1.8, label=labels[n]) for n, (c, m) in style.items()]
+    handles += more
+    figure.legend(handles=handles, loc="outside lower center", ncols=_columns(len(handles)), frameon=False, fontsize=9)
