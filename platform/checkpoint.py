@@ -21,16 +21,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from crossfed.platform.seam import CrossfedError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-
-from crossfed.platform.seam import CrossfedError
 
 
 def _pack(value: Any, arrays: dict[str, torch.Tensor]) -> Any:
     """JSON structure of `value`; tensors and arrays are replaced by references into `arrays`."""
     if isinstance(value, torch.Tensor | np.ndarray):
-        tensor = torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, np.ndarray) else value.detach().cpu()
+        tensor = torch.tensor(value) if isinstance(value, np.ndarray) else value.detach().cpu()
         name = f"{len(arrays):05d}"
         # a copy, since safetensors refuses two names for one storage
         arrays[name] = tensor.contiguous().clone()
@@ -38,12 +37,17 @@ def _pack(value: Any, arrays: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, Mapping):
         return {"kind": "map", "items": [[_pack(key, arrays), _pack(item, arrays)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
-        return {"kind": "list" if isinstance(value, list) else "tuple", "items": [_pack(item, arrays) for item in value]}
+        return {
+            "kind": "list" if isinstance(value, list) else "tuple",
+            "items": [_pack(item, arrays) for item in value],
+        }
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return {"kind": "value", "value": value}
-    raise TypeError(f"state holds a {type(value).__name__}; only tensors, arrays, mappings, lists and scalars are saved")
+    raise TypeError(
+        f"state holds a {type(value).__name__}; only tensors, arrays, mappings, lists and scalars are saved"
+    )
 
 
 def _unpack(node: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> Any:
@@ -137,7 +141,9 @@ class Checkpoints:
 
     def committed(self) -> list[Path]:
         """Committed rounds, oldest first."""
-        return sorted(path for path in self.folder.glob("commit-*") if (path / "progress.json").is_file() and not path.suffix)
+        return sorted(
+            path for path in self.folder.glob("commit-*") if (path / "progress.json").is_file() and not path.suffix
+        )
 
     def latest(self) -> tuple[Path, dict[str, Any]] | None:
         """The last committed round and its progress; None before the first."""

@@ -12,10 +12,9 @@ from typing import Any
 
 import ray
 import torch
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-
 from crossfed.platform.config import Resources
 from crossfed.platform.seam import SERVER, CrossfedError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,9 @@ def connect(resources: Resources) -> bool:
             reason = str(error).splitlines()[0]
             raise CrossfedError(f"No Ray cluster can be joined at {resources.address!r}: {reason}") from error
         return True
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"] = "token", secrets.token_hex(32)
+    # Ray turns token authentication on for a new local cluster. A token of our own keeps it from writing one to the home
+    # directory; it is drawn once per process, because Ray reads it once per process.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     with _no_address():
         ray.init(include_dashboard=False, **quiet)
     return True
@@ -126,7 +126,9 @@ def reserve(wanted: dict[str, Share], strategy: str, timeout: float) -> Placemen
     group = placement_group([share.bundle() for share in wanted.values()], strategy=strategy)
     if not group.wait(timeout):
         remove_placement_group(group)
-        free = ", ".join(f"{value:g} {kind}" for kind, value in ray.available_resources().items() if kind in ("CPU", "GPU"))
+        free = ", ".join(
+            f"{value:g} {kind}" for kind, value in ray.available_resources().items() if kind in ("CPU", "GPU")
+        )
         raise CrossfedError(
             f"The cluster could not place all actors ({strategy}) within {timeout:g} s: free now: {free or 'nothing'}. "
             "Wait for other runs, or lower the shares."

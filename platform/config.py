@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
-
 from crossfed.platform.discovery import find_method, method_file, nearest
 from crossfed.platform.evaluation.metrics import metric_name
 from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.seam import CrossfedError, Method, MethodConfig
 from crossfed.platform.tracking import TrackingSettings
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
 
 class Settings(BaseModel):
@@ -44,7 +43,9 @@ class Synthetic(Settings):
 class Text(Settings):
     """How item text becomes vectors."""
 
-    encoder: str = Field("minilm", description="minilm (packaged), hashing[:width], or a sentence-transformers name or path")
+    encoder: str = Field(
+        "minilm", description="minilm (packaged), hashing[:width], or a sentence-transformers name or path"
+    )
     missing: Literal["zero", "mean", "error"] = Field("zero", description="vector of an item without text")
 
 
@@ -82,11 +83,21 @@ class Resources(Settings):
     """What every node gets, and which Ray cluster runs it."""
 
     address: str | None = Field(None, description="address of a running Ray cluster; none starts a local one")
-    cpus_per_domain: float | None = Field(None, gt=0, description="CPU share per domain actor; none divides what is there")
-    cpus_server: float | None = Field(None, gt=0, description="CPU share of the server actor; none divides what is there")
-    gpus_per_domain: float | None = Field(None, ge=0, description="GPU share per domain actor; none divides what is there")
-    device: Literal["auto", "cpu"] = Field("auto", description="auto: the GPU Ray assigned, else the CPU; cpu: always CPU")
-    gpu_memory_fraction: float | None = Field(None, gt=0, le=1, description="cap on a domain's share of its GPU's memory")
+    cpus_per_domain: float | None = Field(
+        None, gt=0, description="CPU share per domain actor; none divides what is there"
+    )
+    cpus_server: float | None = Field(
+        None, gt=0, description="CPU share of the server actor; none divides what is there"
+    )
+    gpus_per_domain: float | None = Field(
+        None, ge=0, description="GPU share per domain actor; none divides what is there"
+    )
+    device: Literal["auto", "cpu"] = Field(
+        "auto", description="auto: the GPU Ray assigned, else the CPU; cpu: always CPU"
+    )
+    gpu_memory_fraction: float | None = Field(
+        None, gt=0, le=1, description="cap on a domain's share of its GPU's memory"
+    )
     threads: PositiveInt = Field(1, description="torch threads per node; part of what makes CPU runs bit-equal")
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field("PACK", description="Ray's strategy")
     start_timeout: float = Field(120.0, gt=0, description="seconds within which all actors must be up")
@@ -122,7 +133,9 @@ class RunConfig(Settings):
 
     def hash(self) -> str:
         """Twelve hex digits over what can change a number: everything but where and how it is run and tracked."""
-        told = self.model_dump(mode="json", exclude={"out", "tracking", "resources", "backend", "checkpoint_every", "seed", "data"})
+        told = self.model_dump(
+            mode="json", exclude={"out", "tracking", "resources", "backend", "checkpoint_every", "seed", "data"}
+        )
         told["threads"] = self.resources.threads
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
-
 from crossfed.platform.seam import CrossfedError, Method
 
 PACKAGE = "crossfed.methods"

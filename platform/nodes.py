@@ -15,7 +15,6 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
-
 from crossfed.platform import checkpoint
 from crossfed.platform.artifacts import ArtifactStore
 from crossfed.platform.config import RunConfig
@@ -34,6 +33,7 @@ from crossfed.platform.seam import (
     Payload,
     generators,
 )
+from safetensors.torch import save_file
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -136,9 +136,7 @@ class Node:
         place = (stage, round, self.name, *where)
         rng, torch_rng = generators(self.plan.config.seed, *place)
         torch.manual_seed(int(generators(self.plan.config.seed, *place, "global")[0].integers(2**63)))
-        return Context(
-            self.name, stage, round, self.peers, rng, torch_rng, self.device, self.data, self.artifacts
-        )
+        return Context(self.name, stage, round, self.peers, rng, torch_rng, self.device, self.data, self.artifacts)
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -164,16 +162,16 @@ class Node:
             raise RuntimeError("the server has nothing to evaluate")
         return self.measure("validation", (self.data.indptr, self.data.items), self.validation)[0]
 
-    def measure(
-        self, part: str, seen: tuple[Array, Array], truth: tuple[Array, Array]
-    ) -> tuple[Measured, Ranking]:
+    def measure(self, part: str, seen: tuple[Array, Array], truth: tuple[Array, Array]) -> tuple[Measured, Ranking]:
         """Rank `truth` for every user who has some, masking `seen`; both as (indptr, items)."""
         evaluation, data = self.plan.config.evaluation, self.data
         assert data is not None
         indptr, items = truth
         users = np.flatnonzero(np.diff(indptr))
         if not len(users):
-            raise CrossfedError(f"Domain {self.name} has no user with a {part} interaction under {evaluation.protocol}.")
+            raise CrossfedError(
+                f"Domain {self.name} has no user with a {part} interaction under {evaluation.protocol}."
+            )
         protocol = get_protocol(evaluation.protocol)
         drawn = None
         if protocol.negatives is not None:
@@ -183,11 +181,11 @@ class Node:
             lambda batch: self.method.score(self.state, batch),
             users, *seen, indptr, items, data.n_items, evaluation.ks, candidates=drawn,
         )  # fmt: skip
-        wanted = {f"{name}_at_{k}" for name in evaluation.metrics for k in evaluation.ks}
-        metrics = {name: float(value) for name, value in ranking.macro.items() if name in wanted}
+        wanted = [evaluation.select, *(f"{name}_at_{k}" for name in evaluation.metrics for k in evaluation.ks)]
+        metrics = {name: float(ranking.macro[name]) for name in dict.fromkeys(wanted)}
         return Measured(metrics, ranking.candidates, len(users)), ranking
 
-    def _candidates(self, part: str, users: Array, count: int) -> Any:
+    def _candidates(self, part: str, users: Array, count: int) -> candidates.Candidates:
         store = PreparedData.open(self.plan.data)
         all_users, all_items, _ = store.interactions(self.name)
         n_users, n_items = store.sizes(self.name)
@@ -195,6 +193,15 @@ class Node:
         seed = self.plan.config.evaluation.split_seed
         folder = self.plan.cache / "candidates" / store.fingerprint / self.name
         return candidates.load_or_draw(folder, part, users, everything.indptr, everything.items, n_items, count, seed)
+
+    def export(self) -> None:
+        """Write what is enough to recommend with (no interactions) to `model/<domain>.safetensors` of the run."""
+        tensors = {
+            key: value.detach().cpu().contiguous().clone() for key, value in self.method.export(self.state).items()
+        }
+        folder = self.plan.run_dir / "model"
+        folder.mkdir(exist_ok=True)
+        save_file(tensors, folder / f"{self.name}.safetensors")
 
     def apply(self, function: Callable[Concatenate[Node, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run `function(self, …)` where this node's data is; what it returns leaves the node."""
@@ -321,7 +328,10 @@ class InProcess:
         }
 
     def placement(self) -> dict[str, dict[str, Any]]:
-        return {name: {"host": os.uname().nodename, "pid": os.getpid(), "device": str(node.device)} for name, node in self.nodes.items()}
+        return {
+            name: {"host": os.uname().nodename, "pid": os.getpid(), "device": str(node.device)}
+            for name, node in self.nodes.items()
+        }
 
     def stop(self) -> None:
         self.nodes = {}

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
 from crossfed.platform.seam import (
     SERVER,
     Array,
@@ -91,13 +90,25 @@ class Gate:
             for key, value in payload.items():
                 self._array(receiver, way, key, value)
                 rows.append(
-                    Entry(stage.name, round, self.node, receiver, str(way), key, value.shape, str(value.dtype), value.nbytes)
+                    Entry(
+                        stage.name,
+                        round,
+                        self.node,
+                        receiver,
+                        str(way),
+                        key,
+                        value.shape,
+                        str(value.dtype),
+                        value.nbytes,
+                    )
                 )
         return rows
 
     def _edge(self, stage: Stage, receiver: str) -> Direction:
         if receiver not in self.nodes or receiver == self.node:
-            raise LeakError(f"{self.node} tried to send to {receiver!r} in stage {stage.name!r}: there is no such other node.")
+            raise LeakError(
+                f"{self.node} tried to send to {receiver!r} in stage {stage.name!r}: there is no such other node."
+            )
         way = direction(self.node, receiver)
         if way not in stage.edges:
             allowed = ", ".join(sorted(stage.edges)) or "none: the stage is local"
@@ -154,8 +165,14 @@ def check_declarations(method: Method, config: MethodConfig) -> None:
     """Raises CrossfedError when a declared dimension is neither a size, a number, nor a value of the method's Config."""
     for field in method.fields:
         for name in itertools.chain(field.shape or (), () if field.high is None else (field.high,)):
-            if isinstance(name, str) and name not in ("n_items", "n_users") and not isinstance(getattr(config, name, None), int):
-                raise CrossfedError(f"{method.name}: field {field.key!r} declares dimension {name!r}, which its Config lacks.")
+            if (
+                isinstance(name, str)
+                and name not in ("n_items", "n_users")
+                and not isinstance(getattr(config, name, None), int)
+            ):
+                raise CrossfedError(
+                    f"{method.name}: field {field.key!r} declares dimension {name!r}, which its Config lacks."
+                )
 
 
 def freeze(payload: Payload) -> dict[str, Array]:

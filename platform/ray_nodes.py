@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
 from crossfed.platform import cluster
 from crossfed.platform.nodes import Node, NodeLost, Plan, Sent
 from crossfed.platform.seam import SERVER, CrossfedError, Payload
+from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 
 def _fetch(inbox: Mapping[str, ray.ObjectRef]) -> dict[str, Payload]:
@@ -112,7 +111,9 @@ class RayNodes:
             try:
                 done[name] = ray.get(ref, timeout=self.timeout)
             except GetTimeoutError as error:
-                raise CrossfedError(f"{name} did not start within {self.timeout:g} s (resources.start_timeout).") from error
+                raise CrossfedError(
+                    f"{name} did not start within {self.timeout:g} s (resources.start_timeout)."
+                ) from error
             except (RayActorError, OutOfMemoryError, ObjectLostError) as error:
                 raise NodeLost(f"{name} was lost: {_reason(error)}") from error
             except RayTaskError as error:
@@ -147,7 +148,9 @@ class RayNodes:
 
     def placement(self) -> dict[str, dict[str, Any]]:
         found = self._gather({name: actor.where.remote() for name, actor in self.actors.items()})
-        return {name: {**row, "cpus": self.shares[name].cpus, "gpus": self.shares[name].gpus} for name, row in found.items()}
+        return {
+            name: {**row, "cpus": self.shares[name].cpus, "gpus": self.shares[name].gpus} for name, row in found.items()
+        }
 
     def stop(self) -> None:
         for actor in self.actors.values():

@@ -94,7 +94,9 @@ def check_method(method: Method, config: MethodConfig) -> tuple[Stage, ...]:
     for stage in stages:
         at_server = any(phase.at == "server" for phase in (*stage.open, *stage.each, *stage.close))
         if (at_server or stage.edges & {Direction.UP, Direction.DOWN}) and method.init_server is None:
-            raise CrossfedError(f"{method.name}: stage {stage.name!r} uses a server, but the method has no init_server.")
+            raise CrossfedError(
+                f"{method.name}: stage {stage.name!r} uses a server, but the method has no init_server."
+            )
     return stages
 
 

@@ -199,6 +199,11 @@ class Scope(StrEnum):
     LOCAL = "local"  # every domain its own, and nothing is exchanged at all
 
 
+def inner_product(exported: Mapping[str, torch.Tensor], users: npt.NDArray[np.int64]) -> torch.Tensor:
+    """Scores [len(users), n_items] from exported "users" [n_users, d] and "items" [n_items, d]."""
+    return exported["users"][torch.from_numpy(users)] @ exported["items"].T
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """A method, whole. One file in `methods/` defines one of these as `METHOD`.
@@ -213,6 +218,8 @@ class Method:
         state_dict: State -> nested dict/list/tuple of tensors, arrays and scalars: all that training continues from,
             optimizer included.
         load_state_dict: (State, the same structure) -> None.
+        export: State -> the tensors that are enough to recommend with, without any interactions: the saved model.
+        score_exported: (exported tensors, users int64 [b]) -> float tensor [b, n_items], equal to `score` of that state.
         fields: every payload key that may cross, in any direction.
         artifacts: names of the artifacts it needs ("text").
         scope: who sees which interactions.
@@ -227,6 +234,8 @@ class Method:
     score: Callable[[State, npt.NDArray[np.int64]], torch.Tensor]
     state_dict: Callable[[State], Mapping[str, Any]]
     load_state_dict: Callable[[State, Mapping[str, Any]], None]
+    export: Callable[[State], Mapping[str, torch.Tensor]]
+    score_exported: Callable[[Mapping[str, torch.Tensor], npt.NDArray[np.int64]], torch.Tensor] = inner_product
     init_server: Callable[[Any, Context], State] | None = None
     fields: tuple[Field, ...] = ()
     artifacts: tuple[str, ...] = ()

@@ -1,0 +1,307 @@
+"""The command line: `crossfed run`, `methods`, `data …`, `ui`, `replay`. A user's mistake is one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import signal
+import sys
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+from crossfed.platform.seam import CrossfedError, Scope
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    name="crossfed",
+    help="Federated cross-domain recommendation: train over domains that keep their interactions to themselves.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+data_app = typer.Typer(help="Prepare, generate and describe data sets.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+Out = Annotated[Path, typer.Option(help="Folder of run directories.", show_default=True)]
+RUNS = Path("runs")
+
+
+class Backend(StrEnum):
+    """Where the nodes run."""
+
+    ray = "ray"
+    inprocess = "inprocess"
+
+
+class View(StrEnum):
+    """How progress is shown."""
+
+    auto = "auto"
+    live = "live"
+    plain = "plain"
+    quiet = "quiet"
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(f"crossfed {importlib.metadata.version('crossfed')}")
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    method: Annotated[
+        str | None,
+        typer.Argument(help="A method (see `crossfed methods`), package.module:ATTRIBUTE, or a run's YAML file."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Prepared data directory; without it, embedded synthetic shops.")
+    ] = None,
+    domains: Annotated[str | None, typer.Option(help="Comma-separated subset of the data's domains.")] = None,
+    preset: Annotated[str | None, typer.Option(help="One of the method's presets.")] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="key=value; a method's key or a dotted key of the run. Repeatable."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the run.  [default: 0]", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of run directories.  [default: runs]", show_default=False)
+    ] = None,
+    resume: Annotated[str | None, typer.Option(help="An interrupted run's directory or id, to continue.")] = None,
+    backend: Annotated[
+        Backend | None, typer.Option(help="Ray actors, or one process.  [default: ray]", show_default=False)
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="A running Ray cluster to join; without it a local one starts.")
+    ] = None,
+    tracking_uri: Annotated[
+        str | None, typer.Option(help="MLflow server or sqlite:/// URI; by default a database beside the runs.")
+    ] = None,
+    require_tracking: Annotated[
+        bool, typer.Option("--require-tracking", help="Fail when the MLflow server cannot be reached.")
+    ] = False,
+    progress: Annotated[View, typer.Option(help="How progress is shown.")] = View.auto,
+) -> None:
+    """Run one federation from start to result."""
+    from crossfed.platform.config import build
+    from crossfed.platform.evaluation.final import test_once
+    from crossfed.platform.progress import make_progress
+    from crossfed.platform.run import find_run, run_federation, stored_config
+
+    started: list[Path] = []
+    view = make_progress(progress.value)
+    if resume is not None:
+        if method or data or domains or preset or sets or seed is not None or backend or address:
+            raise CrossfedError(
+                "--resume continues a run as it was configured; give no method, data, seed, --set or back end with it."
+            )
+        run_dir = find_run(resume, out or RUNS)
+        config = stored_config(run_dir)
+    else:
+        if method is None:
+            raise CrossfedError("Name a method (see `crossfed methods`), a run's YAML file, or --resume RUN.")
+        run_dir = None
+        config = build(
+            method,
+            preset=preset,
+            sets=sets or [],
+            values={
+                "data": data,
+                "domains": tuple(name.strip() for name in domains.split(",")) if domains is not None else None,
+                "seed": seed,
+                "out": out,
+                "backend": backend.value if backend else None,
+                "resources.address": address,
+                "tracking.uri": tracking_uri,
+                "tracking.require": require_tracking or None,
+            },
+        )
+    try:
+        with _terminable():
+            result = run_federation(config, resume=run_dir, view=view, finish=test_once, started=started.append)
+    except KeyboardInterrupt:
+        where = started[0] if started else None
+        hint = f" What was committed stays: crossfed run --resume {where}" if where else ""
+        typer.echo(f"Interrupted.{hint}", err=True)
+        raise typer.Exit(130) from None
+    typer.echo(f"{result.run_dir / 'result.json'}")
+
+
+class _terminable:
+    """Let SIGTERM end a run the way Ctrl-C does, so that actors and the tracker are closed."""
+
+    def __enter__(self) -> None:
+        def interrupt(_signal: int, _frame: FrameType | None) -> None:
+            raise KeyboardInterrupt
+
+        self.before = signal.signal(signal.SIGTERM, interrupt)
+
+    def __exit__(self, *_: Any) -> None:
+        signal.signal(signal.SIGTERM, self.before)
+
+
+@app.command()
+def methods(name: Annotated[str | None, typer.Argument(help="Show one method with its configuration.")] = None) -> None:
+    """List the methods, and what each sends."""
+    from crossfed.platform.discovery import find_method, method_file, method_names
+
+    console = Console()
+    for found in [name] if name else method_names():
+        method = find_method(found)
+        console.print(f"[bold]{method.name}[/]  {method.title}  [dim]({method.paper})[/]", highlight=False)
+        if method.scope == Scope.LOCAL or not method.fields:
+            console.print("  sends nothing: every domain trains alone")
+        for field in method.fields:
+            shape = (
+                "any shape, the same at every domain"
+                if field.shape is None
+                else "[" + ", ".join(map(str, field.shape)) + "]"
+            )
+            console.print(
+                f"  {field.direction:<5} {field.key}: {field.dtype} {shape}: {field.meaning}",
+                markup=False,
+                highlight=False,
+            )
+        shipped = method_file(found)
+        if presets := shipped.get("presets"):
+            console.print(f"  presets: {', '.join(presets)}", highlight=False)
+        if name is None:
+            continue
+        table = Table("key", "default", "meaning", box=None, padding=(0, 2, 0, 2))
+        defaults = shipped.get("config", {})
+        for key, info in method.Config.model_fields.items():
+            table.add_row(key, str(defaults.get(key, info.default)), info.description or "")
+        console.print(table)
+        if search := shipped.get("search"):
+            console.print(
+                "  searched: " + "; ".join(f"{key} {_range(value)}" for key, value in search.items()),
+                markup=False,
+                highlight=False,
+            )
+
+
+def _range(entry: dict[str, Any]) -> str:
+    if "values" in entry:
+        return "{" + ", ".join(map(str, entry["values"])) + "}"
+    kind = " log" if entry.get("log") else ""
+    return f"{entry['low']} … {entry['high']}{kind}"
+
+
+@data_app.command()
+def prepare(
+    spec: Annotated[
+        str, typer.Argument(help="A spec file, or the name of one that ships (see `crossfed data specs`).")
+    ],
+    out: Annotated[Path, typer.Option(help="Directory to make.")],
+    sources: Annotated[
+        Path | None, typer.Option(help="Folder of the source files; by default the spec file's own.")
+    ] = None,
+) -> None:
+    """Turn source files into a prepared data directory: Parquet per domain and a manifest."""
+    from crossfed.platform.data.prepare import prepare as prepare_data
+
+    _stats_table(prepare_data(spec, out, sources=sources))
+
+
+@data_app.command()
+def specs() -> None:
+    """List the specs that ship, with the public files they need."""
+    from crossfed.platform.data.prepare import shipped_specs
+
+    console = Console()
+    for name, text in shipped_specs().items():
+        console.print(f"[bold]{name}[/]  {text}", highlight=False)
+
+
+@data_app.command()
+def stats(directory: Annotated[Path, typer.Argument(help="A prepared data directory.")]) -> None:
+    """Users, items, interactions, average length, density and overlap of a prepared data directory."""
+    from crossfed.platform.data.store import PreparedData
+
+    _stats_table(PreparedData.open(directory))
+
+
+def _stats_table(prepared: Any) -> None:
+    from crossfed.platform.data.stats import table
+
+    rows = table(prepared)
+    shown = Table(title=f"{prepared.path.name}{' (synthetic)' if prepared.synthetic else ''}", title_justify="left")
+    for column in rows[0]:
+        shown.add_column(column, justify="left" if column == "domain" else "right")
+    for row in rows:
+        shown.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
+    Console().print(shown)
+
+
+@data_app.command()
+def synth(
+    out: Annotated[Path, typer.Option(help="Directory to make.")],
+    domains: Annotated[int, typer.Option(min=1, help="Number of domains.")] = 3,
+    users: Annotated[int, typer.Option(min=20, help="Users per domain.")] = 700,
+    items: Annotated[int, typer.Option(min=20, help="Items per domain.")] = 400,
+    interactions_per_user: Annotated[float, typer.Option(min=5, help="Mean interactions per user.")] = 10.0,
+    overlap: Annotated[float, typer.Option(min=0, max=1, help="Share of users found in every domain.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the generator.")] = 0,
+) -> None:
+    """Generate synthetic shops whose users' interests are shared across domains."""
+    from crossfed.platform.data.synthetic import generate
+
+    _stats_table(generate(out, domains, users, items, interactions_per_user, overlap, seed))
+
+
+@app.command()
+def ui(
+    out: Out = RUNS,
+    uri: Annotated[str | None, typer.Option(help="The store to show; by default the database beside the runs.")] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on the loopback interface.")] = 5000,
+) -> None:
+    """Open the MLflow UI on the runs' store, on the loopback interface only."""
+    from crossfed.platform.tracking import TrackingSettings, resolve_uri
+
+    store = resolve_uri(TrackingSettings(uri=uri), out)
+    if store.startswith("http"):
+        raise CrossfedError(f"{store} is an MLflow server with a UI of its own; open it in a browser.")
+    database = Path(store.removeprefix("sqlite:///"))
+    if not database.exists():
+        raise CrossfedError(
+            f"There is no tracking database {database}; start a run first, or name the folder with --out."
+        )
+    typer.echo(f"MLflow UI on http://127.0.0.1:{port} (Ctrl-C ends it)")
+    artifacts = (database.parent / "mlartifacts").absolute()
+    server = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
+    os.execv(sys.executable, [*server, "--backend-store-uri", store, "--default-artifact-root", artifacts.as_uri()])
+
+
+@app.command()
+def replay(
+    run: Annotated[str, typer.Argument(help="A run's directory or id.")],
+    out: Out = RUNS,
+    uri: Annotated[str | None, typer.Option(help="Where to; by default where the run wanted to be tracked.")] = None,
+) -> None:
+    """Send what a run could not tell its MLflow server while that was away."""
+    from crossfed.platform.run import find_run
+    from crossfed.platform.tracking import replay as replay_run
+
+    done = replay_run(find_run(run, out), uri)
+    typer.echo(f"{done.applied} entries sent, {done.left} left, {done.refused} refused.")
+    if done.left:
+        raise CrossfedError(f"The store did not take everything: {done.problem}")
+
+
+def main() -> None:
+    """Entry point of the `crossfed` command."""
+    try:
+        app()
+    except CrossfedError as error:
+        Console(stderr=True, highlight=False).print("[bold red]Error:[/] ", end="")
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

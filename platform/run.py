@@ -1,0 +1,429 @@
+"""`run_federation(config)`: one whole federated run, and the unit that tuning searches over.
+
+It selects on validation only. The test split is read by `evaluation.final`, which callers may hand in as `finish`; this module
+does not import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import torch
+from crossfed.platform.artifacts import ArtifactStore, default_root
+from crossfed.platform.checkpoint import write_json
+from crossfed.platform.config import RunConfig, build
+from crossfed.platform.data.store import PreparedData
+from crossfed.platform.data.synthetic import generate
+from crossfed.platform.nodes import InProcess, Measured, NodeLost, Nodes, Plan
+from crossfed.platform.progress import Progress, SummaryRow, make_progress
+from crossfed.platform.report import figures
+from crossfed.platform.rounds import Round, Rounds
+from crossfed.platform.seam import CrossfedError, Direction
+from crossfed.platform.tracking import DatasetInput, Tracker
+from safetensors.torch import load_file
+
+Finish = Callable[[Plan, Nodes], Mapping[str, Measured]]
+"""What runs on the selected state before the nodes end: `evaluation.final.test_once` from the command line."""
+
+RESULT = "result.json"
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A finished run: its directory and what `result.json` in it holds."""
+
+    run_id: str
+    run_dir: Path
+    result: dict[str, Any]
+
+
+def resolve_data(config: RunConfig) -> Path:
+    """The prepared data directory of a run; the embedded synthetic shops are generated once and kept in the cache."""
+    if config.data is not None:
+        return config.data.absolute()
+    settings = config.synthetic.model_dump()
+    name = "-".join(f"{key[0]}{value:g}" for key, value in settings.items())
+    path = default_root() / "synthetic" / name
+    if not path.exists():
+        generate(path, **settings)
+    return path
+
+
+def chosen_domains(config: RunConfig, data: PreparedData) -> tuple[str, ...]:
+    """The domains of a run, in order.
+
+    Raises:
+        CrossfedError: one is not in the data, or is named twice.
+    """
+    if config.domains is None:
+        return data.domains
+    for name in config.domains:
+        if name not in data.domains:
+            raise CrossfedError(f"There is no domain {name!r} in {data.path}; it has {', '.join(data.domains)}.")
+    if len(set(config.domains)) < len(config.domains) or not config.domains:
+        raise CrossfedError(f"domains must name each domain once; got {', '.join(config.domains) or 'none'}.")
+    return config.domains
+
+
+def run_federation(
+    config: RunConfig,
+    *,
+    resume: Path | None = None,
+    view: Progress | None = None,
+    on_round: Callable[[Round], None] | None = None,
+    finish: Finish | None = None,
+    started: Callable[[Path], None] | None = None,
+) -> RunResult:
+    """Run a federation from its configuration to its result.
+
+    Args:
+        config: the run. With `resume` it must be the one the run was started with.
+        resume: an interrupted run's directory, continued from its last committed round.
+        view: where progress is shown; nowhere by default.
+        on_round: called after every round, e.g. to report to a tuner; what it raises ends the run.
+        finish: called once with the selected state while the nodes are alive; its result is stored as the test metrics.
+        started: called with the run's directory as soon as it exists.
+
+    Raises:
+        CrossfedError: anything a user can mend, in one sentence. What was committed before stays and can be resumed.
+    """
+    shown, view = view is not None, view or make_progress("quiet")
+    method = config.resolved
+    data = PreparedData.open(resolve_data(config))
+    domains = chosen_domains(config, data)
+    run_dir = resume or _new_directory(config, data)
+    if started:
+        started(run_dir)
+    plan = Plan(config, data.path.absolute(), domains, run_dir.absolute(), default_root().absolute())
+    with _locked(run_dir), view:
+        _guard(run_dir, data, domains)
+        synthetic = "synthetic " if data.synthetic else ""
+        view.start(
+            f"{method.title}: {run_dir.name}",
+            [
+                f"data       {synthetic}{data.path.name}: {', '.join(domains)}",
+                f"protocol   {config.evaluation.protocol}, selecting on validation {config.evaluation.select}",
+                f"seed       {config.seed}   configuration {config.hash()}   back end {config.backend}",
+                f"directory  {run_dir}",
+            ],
+        )
+        tracker = _track(config, run_dir, data, domains, resume is not None, view)
+        try:
+            result = _run(plan, data, tracker, view, on_round, finish)
+        except BaseException as error:
+            killed = isinstance(error, KeyboardInterrupt)
+            tracker.finish(
+                "KILLED" if killed else "FAILED", "interrupted" if killed else str(error) or type(error).__name__
+            )
+            raise
+        tracker.finish("FINISHED")
+        if shown:
+            _summary(view, result)
+        view.note(f"tracking   {tracker.status}" + (f": {tracker.url}" if tracker.url else ""))
+    return RunResult(result["run_id"], run_dir, result)
+
+
+def _new_directory(config: RunConfig, data: PreparedData) -> Path:
+    name = re.sub(r"[^A-Za-z0-9]+", "_", config.method)
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    run_dir = config.out / f"{name}-s{config.seed}-{stamp}-{secrets.token_hex(2)}"
+    try:
+        run_dir.mkdir(parents=True)
+        # the data directory is written out in full, so that a resumed run does not depend on where it is started
+        full = config.model_copy(update={"data": config.data and data.path.absolute()})
+        (run_dir / "config.yaml").write_text(full.to_yaml(), encoding="utf-8")
+    except OSError as error:
+        raise CrossfedError(
+            f"The run directory {run_dir} cannot be made: {error.strerror}; choose another --out."
+        ) from error
+    return run_dir
+
+
+@contextlib.contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """One process at a time per run directory."""
+    with (run_dir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CrossfedError(f"{run_dir} is being run by another process.") from None
+        yield
+
+
+def _guard(run_dir: Path, data: PreparedData, domains: tuple[str, ...]) -> None:
+    """A resumed run must see the data it was started with."""
+    path, told = (
+        run_dir / "data.json",
+        {"fingerprint": data.fingerprint, "domains": list(domains), "manifest": data.manifest},
+    )
+    if not path.exists():
+        write_json(path, told)
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    if before["fingerprint"] != told["fingerprint"]:
+        raise CrossfedError(
+            f"{run_dir} was started on data {before['fingerprint'][:12]}, but {data.path} is now {data.fingerprint[:12]}; "
+            "restore that data or start a new run."
+        )
+
+
+def _track(
+    config: RunConfig, run_dir: Path, data: PreparedData, domains: tuple[str, ...], resumed: bool, view: Progress
+) -> Tracker:
+    known = run_dir / "mlflow_run_id"
+    kind = "synthetic" if data.synthetic else "prepared"
+    return Tracker.start(
+        config.tracking,
+        run_dir,
+        run_dir.name,
+        {"config_hash": config.hash()} | config.config,
+        {
+            "method": config.method,
+            "seed": str(config.seed),
+            "protocol": config.evaluation.protocol,
+            "data": data.path.name,
+            "data_kind": kind,
+            "data_fingerprint": data.fingerprint,
+            "preset": config.preset or "none",
+            "backend": config.backend,
+        },
+        [
+            DatasetInput(
+                name,
+                f"{data.fingerprint[:20]}-{name}"[:36],
+                f"{kind} data {data.path.name}",
+                data.manifest["domains"][name],
+            )
+            for name in domains
+        ],
+        resume_run_id=known.read_text(encoding="utf-8").strip() if resumed and known.exists() else None,
+        warn=view.warn,
+    )
+
+
+def _encode(plan: Plan, data: PreparedData, view: Progress) -> float:
+    """Make the text vectors of every domain before its node asks for them; returns the seconds it took.
+
+    Item text is public to the run; interactions are not touched here.
+    """
+    if "text" not in plan.config.resolved.artifacts:
+        return 0.0
+    began, text, store = time.perf_counter(), plan.config.text, ArtifactStore(plan.cache)
+    hits = []
+    for name in plan.domains:
+        _, vectors, hit = store.ensure_text(
+            data.item_texts(name),
+            text.encoder,
+            text.missing,
+            name,
+            lambda done, total, name=name: view.encoding(name, done, total),
+        )
+        hits.append(f"{name} {len(vectors)} × {vectors.shape[1]}{' (cached)' if hit else ''}")
+    view.note(f"text       {text.encoder}: {', '.join(hits)}")
+    return time.perf_counter() - began
+
+
+def _nodes(config: RunConfig) -> contextlib.AbstractContextManager[Nodes]:
+    if config.backend == "inprocess":
+        return _closing(InProcess())
+    from crossfed.platform.ray_nodes import RayNodes  # ray takes seconds to import and is not needed in process
+
+    return contextlib.closing(RayNodes())
+
+
+@contextlib.contextmanager
+def _closing(nodes: InProcess) -> Iterator[Nodes]:
+    try:
+        yield nodes
+    finally:
+        nodes.stop()
+
+
+def _run(
+    plan: Plan,
+    data: PreparedData,
+    tracker: Tracker,
+    view: Progress,
+    on_round: Callable[[Round], None] | None,
+    finish: Finish | None,
+) -> dict[str, Any]:
+    began, config = time.perf_counter(), plan.config
+    stage = ""
+
+    def told(row: Round) -> None:
+        nonlocal stage
+        if row.stage != stage:
+            stage = row.stage
+            view.stage(row.stage, row.rounds)
+        view.round(row.stage, row.round, row.rounds, row.metrics, row.seconds, row.bytes_up, row.bytes_down)
+        extra = {"bytes/up": row.bytes_up, "bytes/down": row.bytes_down, "seconds/round": row.seconds}
+        tracker.log(row.metrics | extra | ({} if row.best is None else {"val_best": row.best}), row.step)
+        if on_round:
+            on_round(row)
+
+    with _nodes(config) as nodes:
+        rounds = Rounds(plan, nodes, told)
+        encode = _encode(plan, data, view)
+        lost = 0
+        while True:
+            try:
+                nodes.start(plan)
+                if rounds.restore():
+                    view.note(f"continuing after round {rounds.progress.step} of the run")
+                placement = nodes.placement()
+                write_json(plan.run_dir / "placement.json", placement)
+                rounds.run()
+                ready = time.perf_counter()
+                validation: dict[str, Measured] = nodes.each("evaluate", dict.fromkeys(plan.domains, ()))
+                test = finish(plan, nodes) if finish else {}
+                nodes.each("export", dict.fromkeys(plan.domains, ()))
+                break
+            except NodeLost as error:
+                lost += 1
+                if lost > config.resources.max_restarts:
+                    raise CrossfedError(
+                        f"{error} (restarted {lost - 1} times already, resources.max_restarts); the last committed round stays: "
+                        f"crossfed run --resume {plan.run_dir}"
+                    ) from error
+                view.warn(
+                    f"{error}; going back to the last committed round (restart {lost} of {config.resources.max_restarts})"
+                )
+                nodes.stop()
+    ended = time.perf_counter()
+    ledger = pd.DataFrame(
+        rounds.ledger.rows(),
+        columns=["stage", "round", "sender", "receiver", "direction", "key", "shape", "dtype", "bytes"],
+    )
+    result = {
+        "run_id": plan.run_dir.name,
+        "method": config.method,
+        "preset": config.preset,
+        "seed": config.seed,
+        "data": {"name": data.path.name, "synthetic": data.synthetic},
+        "data_fingerprint": data.fingerprint,
+        "protocol": config.evaluation.protocol,
+        "split_seed": config.evaluation.split_seed,
+        "candidates": {name: found.candidates for name, found in (test or validation).items()},
+        "config": config.config,
+        "config_hash": config.hash(),
+        "domains": {
+            name: {
+                "counts": data.manifest["domains"][name],
+                "selected": rounds.progress.selected.get(name),
+                "validation": validation[name].metrics,
+                "validation_users": validation[name].users,
+            }
+            | ({"test": test[name].metrics, "test_users": test[name].users} if test else {})
+            for name in plan.domains
+        },
+        "bytes": _bytes(ledger, plan.domains),
+        "seconds": {
+            "total": ended - began,
+            "encode": encode,
+            "rounds": rounds.progress.seconds,
+            "final": ended - ready,
+        },
+        "restarts": lost,
+        "placement": placement,
+        "backend": config.backend,
+        "versions": {name: importlib.metadata.version(name) for name in ("crossfed", "torch", "ray", "numpy")},
+    }
+    write_json(plan.run_dir / RESULT, result)
+    _artifacts(plan, result, rounds.history.rows(), ledger, tracker, view)
+    return result
+
+
+def _bytes(ledger: pd.DataFrame, domains: tuple[str, ...]) -> dict[str, dict[str, int]]:
+    """Bytes sent (up) and received (down) by each domain over the run."""
+    up = ledger[ledger["direction"] != Direction.DOWN].groupby("sender")["bytes"].sum()
+    down = ledger[ledger["direction"] != Direction.UP].groupby("receiver")["bytes"].sum()
+    return {
+        "up": {name: int(up.get(name, 0)) for name in domains},
+        "down": {name: int(down.get(name, 0)) for name in domains},
+    }
+
+
+def _artifacts(
+    plan: Plan,
+    result: dict[str, Any],
+    history: list[dict[str, Any]],
+    ledger: pd.DataFrame,
+    tracker: Tracker,
+    view: Progress,
+) -> None:
+    """Everything the tracker keeps besides metrics."""
+    run_dir, last = plan.run_dir, max((row["step"] for row in history), default=0)
+    ledger.to_parquet(run_dir / "ledger.parquet", index=False)
+    for name, row in result["domains"].items():
+        tracker.log(
+            {
+                f"final/{split}/{name}/{key}": value
+                for split in ("validation", "test")
+                for key, value in row.get(split, {}).items()
+            },
+            last,
+        )
+    for file in ("config.yaml", "data.json", "placement.json", "ledger.parquet", RESULT):
+        tracker.artifact(run_dir / file)
+    if (run_dir / "per_user").is_dir():
+        tracker.artifact(run_dir / "per_user", "per_user")
+    for name, figure in figures.run_figures(history, result).items():
+        tracker.figure(figure, name)
+    tracker.model(run_dir, plan.domains, step=last)
+
+
+def _summary(view: Progress, result: dict[str, Any]) -> None:
+    view.finish(
+        [
+            SummaryRow(name, row["validation"], row.get("test", {}), result["protocol"], result["candidates"][name])
+            for name, row in result["domains"].items()
+        ]
+    )
+
+
+# -- finished and interrupted runs -------------------------------------------------------------------------------
+
+
+def find_run(name: str, out: Path) -> Path:
+    """The directory of a run given by path or by id below `out`.
+
+    Raises:
+        CrossfedError: there is none.
+    """
+    for path in (Path(name), out / name):
+        if (path / "config.yaml").is_file():
+            return path
+    raise CrossfedError(f"There is no run {name!r}, neither as a path nor in {out}.")
+
+
+def stored_config(run_dir: Path) -> RunConfig:
+    """The effective configuration of a run; a run that was moved goes on where it is now."""
+    return build(str(run_dir / "config.yaml"))
+
+
+def load_scorer(run_dir: Path, domain: str) -> Callable[[npt.NDArray[np.int64]], torch.Tensor]:
+    """The finished model of one domain: users (row numbers, int64 [b]) -> scores [b, n_items], seen items not masked.
+
+    Raises:
+        CrossfedError: the run has not finished or has no such domain.
+    """
+    path = run_dir / "model" / f"{domain}.safetensors"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.safetensors"))) or "none yet"
+        raise CrossfedError(f"{run_dir} holds no model of domain {domain!r}; it has: {known}.")
+    method, exported = stored_config(run_dir).resolved, load_file(path)
+    return lambda users: method.score_exported(exported, users)
