@@ -343,13 +343,23 @@ class Writer:
             self._temporary.rename(self.path)
 
     def _overlap(self) -> list[dict[str, Any]]:
-        """Users with the same id in both domains, for every pair of domains."""
+        """Users with the same id in every pair of domains, and in all of them where there are more than two.
+
+        `users` counts those in each of the domains, `of` those in any of them.
+        """
         assert self._temporary is not None
+        ids = {
+            d: pq.read_table(self._temporary / d / "users.parquet", columns=["id"])["id"].combine_chunks()
+            for d in self._domains
+        }
+        groups = list(itertools.combinations(ids, 2)) + ([tuple(ids)] if len(ids) > 2 else [])
         overlap = []
-        for a, b in itertools.combinations(self._domains, 2):
-            ids = [pq.read_table(self._temporary / d / "users.parquet", columns=["id"])["id"] for d in (a, b)]
-            shared = pc.sum(pc.is_in(ids[0], value_set=ids[1].combine_chunks())).as_py()
-            overlap.append({"domains": [a, b], "users": int(shared or 0)})
+        for group in groups:
+            shared = ids[group[0]]
+            for domain in group[1:]:
+                shared = shared.filter(pc.is_in(shared, value_set=ids[domain]))
+            of = pc.count_distinct(pa.concat_arrays([ids[domain] for domain in group])).as_py()
+            overlap.append({"domains": list(group), "users": len(shared), "of": of})
         return overlap
 
 

@@ -60,8 +60,22 @@ def test_manifest_counts(tmp_path):
         "density": round(5 / (2 * 3), 12),
         "items_without_text": 1,
     }
-    assert data.manifest["overlap"] == [{"domains": ["b-1", "a"], "users": 2}]
+    assert data.manifest["overlap"] == [{"domains": ["b-1", "a"], "users": 2, "of": 3}]
     assert data.synthetic is False
+
+
+def test_overlap_of_pairs_and_of_all(tmp_path):
+    with Writer(tmp_path / "d", {}, synthetic=True) as writer:
+        for name, ids in {"a": "uvw", "b": "vwx", "c": "wxy"}.items():
+            writer.add_domain(name, [0, 1, 2], [0, 0, 0], [0, 0, 0], list(ids), ["i"], [""])
+    data = PreparedData.open(tmp_path / "d")
+    assert [(o["domains"], o["users"], o["of"]) for o in data.manifest["overlap"]] == [
+        (["a", "b"], 2, 4),  # v, w of u … x
+        (["a", "c"], 1, 5),
+        (["b", "c"], 2, 4),
+        (["a", "b", "c"], 1, 5),
+    ]
+    assert data.synthetic is True
 
 
 def test_same_input_same_bytes_also_in_chunks(tmp_path, monkeypatch):
