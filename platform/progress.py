@@ -200,28 +200,31 @@ class Progress:
         console.print(Text(f"warning: {text}", style="yellow"))
 
     def finish(self, summary_rows: Sequence[SummaryRow], title: str = "Result") -> None:
-        """End of the run: validation and test of every domain, and how they were measured."""
+        """End of the run: validation and test of every domain, and how they were measured.
+
+        Shown are the metrics at the cut-off of the first metric, as many as fit.
+        """
         self._summarise_stage()
         self._close()
         if not summary_rows:
             return
-        self._console.print(Text(title, style="bold"))
+        names = list(dict.fromkeys(name for row in summary_rows for name in (*row.validation, *row.test)))
+        cut = names[0].rpartition("_at_")[2]
+        shown = [name for name in names if name.rpartition("_at_")[2] == cut][: 7 if self._console.width >= 110 else 4]
         table = Table()
         table.add_column("domain")
-        table.add_column("metric")
-        table.add_column("validation", justify="right")
-        table.add_column("test", justify="right")
+        table.add_column("split")
+        for name in shown:
+            table.add_column(Text(name), justify="right")
         for row in summary_rows:
-            names = list(dict.fromkeys([*row.validation, *row.test]))
-            for position, name in enumerate(names):
-                table.add_row(
-                    Text(row.domain if position == 0 else ""),
-                    Text(name),
-                    *(number(v[name]) if name in v else "" for v in (row.validation, row.test)),
-                    end_section=position == len(names) - 1,
-                )
-        told = {(row.protocol, row.candidates) for row in summary_rows}
+            for split, values in (("validation", row.validation), ("test", row.test)):
+                if values:
+                    cells = [number(values[name]) if name in values else "" for name in shown]
+                    table.add_row(*(Text(cell) for cell in (row.domain, split, *cells)))
+            table.add_section()
+        self._console.print(Text(title, style="bold"))
         self._console.print(table, soft_wrap=False)
+        told = {(row.protocol, row.candidates) for row in summary_rows}
         for row in summary_rows[: 1 if len(told) == 1 else None]:
             domain = "" if len(told) == 1 else f"{row.domain}: "
             self._console.print(Text(f"{domain}{row.protocol}; candidates: {row.candidates}", style="dim"))

@@ -98,7 +98,7 @@ class Recommender(mlflow.pyfunc.PythonModel):
         )
 
     def _recommend(self, domain: str, block: pd.DataFrame) -> list[tuple[list[int], list[float]]]:
-        users = block["user"].to_numpy(np.int64)
+        users = np.array(block["user"], np.int64)  # a copy: what pandas gives is read-only
         if users.min() < 0:
             raise CrossfedError(f"user {users.min()} is not a row number of domain {domain}")
         counts = block["k"].fillna(K).to_numpy(np.int64) if "k" in block else np.full(len(block), K)

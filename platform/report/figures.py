@@ -290,7 +290,7 @@ def _main_metrics(recorded: Mapping[tuple[str, str], Any]) -> tuple[str, ...]:
 
 def _grid(panels: int, title: str, about: About, height: float = 4.2) -> tuple[Figure, list[Axes]]:
     """A figure with up to three panels in a row, its title, and what it is about."""
-    columns = min(panels, 3)
+    columns = {4: 2}.get(panels, min(panels, 3))
     rows = math.ceil(panels / columns)
     width = {1: 8.0, 2: 11.0, 3: 14.0}[columns]
     tall = 1.3 + (height if rows == 1 else 2.8 * rows)
