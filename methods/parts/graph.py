@@ -77,7 +77,7 @@ def symmetric_adjacency(n: int, rows: Index, cols: Index, weights: torch.Tensor)
 
 def spmm(adj: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """`adj @ x` for a *symmetric* CSR matrix [n, n] and x [n, d]; the gradient to x is `adj @ grad`, adj gets none."""
-    return cast(torch.Tensor, _SymmetricProduct.apply(adj, x))
+    return cast(torch.Tensor, _SymmetricProduct.apply(adj, x))  # type: ignore[no-untyped-call]
 
 
 def propagate(adj: torch.Tensor, x: torch.Tensor, layers: int) -> torch.Tensor:
@@ -91,7 +91,7 @@ def propagate(adj: torch.Tensor, x: torch.Tensor, layers: int) -> torch.Tensor:
     """
     if layers < 0:
         raise ValueError(f"layers must not be negative, got {layers}")
-    return cast(torch.Tensor, _Propagation.apply(adj, x, layers))
+    return cast(torch.Tensor, _Propagation.apply(adj, x, layers))  # type: ignore[no-untyped-call]
 
 
 class _SymmetricProduct(torch.autograd.Function):
