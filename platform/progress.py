@@ -68,7 +68,7 @@ def span(seconds: float) -> str:
     """A length of time for people: 0.42 s, 12 s, 3:05, 2:03:04."""
     if seconds < 10:
         return f"{seconds:.2g} s" if seconds >= 0.0095 else "0 s"
-    if seconds < 60:
+    if seconds < 59.5:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -210,7 +210,12 @@ class Progress:
             return
         names = list(dict.fromkeys(name for row in summary_rows for name in (*row.validation, *row.test)))
         cut = names[0].rpartition("_at_")[2]
-        shown = [name for name in names if name.rpartition("_at_")[2] == cut][: 7 if self._console.width >= 110 else 4]
+        width = max(len(row.domain) for row in summary_rows) + len("validation") + 7
+        shown = []
+        for name in names:
+            if name.rpartition("_at_")[2] == cut and (not shown or width + len(name) + 3 <= self._console.width):
+                shown.append(name)
+                width += len(name) + 3
         table = Table()
         table.add_column("domain")
         table.add_column("split")

@@ -1,0 +1,169 @@
+"""Figures: what they show is read back from the drawn objects, not from pixels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from crossfed.platform.report.figures import (
+    About,
+    bytes_per_round,
+    item_map,
+    loss_curves,
+    metric_against,
+    pretty,
+    run_figures,
+    save,
+    validation_curves,
+)
+from crossfed.platform.seam import CrossfedError
+from matplotlib.figure import Figure
+
+ABOUT = About("FedCRF", "synthetic shops", "ratio-80-10-10", "3")
+RESULT = {
+    "method": "fedcrf",
+    "preset": "small",
+    "seed": 3,
+    "data": {"name": "d3-u700", "synthetic": True},
+    "protocol": "ratio-80-10-10",
+}
+
+
+def history(sent: float = 1000.0) -> list[dict[str, Any]]:
+    """Two stages of three rounds; recall of A is best in round 5, of B in round 2."""
+    recalls = {"A": [1, 2, 3, 4, 9, 5], "B": [1, 8, 3, 4, 5, 6]}
+    rows = []
+    for step in range(1, 7):
+        metrics = {f"val/{d}/recall_at_20": v[step - 1] / 10 for d, v in recalls.items()}
+        metrics |= {f"val/{d}/ndcg_at_20": 0.01 * step for d in recalls} | {f"val/{d}/ndcg_at_10": 0.5 for d in recalls}
+        metrics |= {"val/mean/recall_at_20": 0.5, "train/A/loss": 1.0 / step, "train/server/moved": 1000.0 / step**4}
+        stage = "pretrain" if step <= 3 else "finetune"
+        rows.append(
+            {"stage": stage, "round": (step - 1) % 3 + 1, "step": step, "metrics": metrics, "bytes_up": sent,
+             "bytes_down": sent / 2, "seconds": 1.0}
+        )  # fmt: skip
+    return rows
+
+
+def texts(figure: Figure) -> str:
+    return "\n".join(t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text")) if t.get_text())
+
+
+def test_a_figure_says_what_it_is_about() -> None:
+    for figure in run_figures(history(), RESULT).values():
+        assert "fedcrf (small) · synthetic d3-u700 · ratio-80-10-10 · seed 3" in texts(figure)
+
+
+def test_real_data_is_not_called_synthetic() -> None:
+    about = About.of({**RESULT, "data": {"name": "beauty", "synthetic": False}, "preset": None})
+    assert about == About("fedcrf", "beauty", "ratio-80-10-10", "3")
+
+
+def test_validation_curves() -> None:
+    figure = validation_curves(history(), ABOUT)
+    assert figure is not None
+    recall, ndcg = figure.axes
+    assert (recall.get_ylabel(), ndcg.get_ylabel()) == ("Recall@20", "NDCG@20")
+    curves = [line for line in recall.lines if len(line.get_xdata()) == 6]
+    assert [list(c.get_ydata()) for c in curves] == [
+        [0.1, 0.2, 0.3, 0.4, 0.9, 0.5],
+        [0.1, 0.8, 0.3, 0.4, 0.5, 0.6],
+    ]
+    stars = [(line.get_xdata()[0], line.get_ydata()[0]) for line in recall.lines if line.get_marker() == "*"]
+    assert stars == [(5, 0.9), (2, 0.8)]
+    [boundary] = [line for line in recall.lines if list(line.get_ydata()) == [0, 1]]
+    assert list(boundary.get_xdata()) == [3.5, 3.5]
+    assert {"pretrain", "finetune"} <= {t.get_text() for t in recall.texts}
+    assert "A  (best Recall@20 0.9000)" in texts(figure)
+
+
+def test_a_round_without_evaluation_and_nan_leave_the_best_in_place() -> None:
+    rows = history()
+    rows[4]["metrics"]["val/A/recall_at_20"] = float("nan")
+    del rows[5]["metrics"]["val/A/recall_at_20"]
+    figure = validation_curves(rows, ABOUT)
+    assert figure is not None
+    stars = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_marker() == "*"]
+    assert stars == [4, 2]
+
+
+def test_loss_curves_have_one_panel_per_name_and_a_log_axis_for_a_wide_range() -> None:
+    figure = loss_curves(history(), ABOUT)
+    assert figure is not None
+    assert [(a.get_ylabel(), a.get_yscale()) for a in figure.axes] == [("loss", "linear"), ("moved", "log")]
+
+
+def test_bytes_per_round_counts_all() -> None:
+    figure = bytes_per_round(history(), ABOUT)
+    assert figure is not None
+    assert [p.get_height() for p in figure.axes[0].patches] == [1000.0] * 6 + [500.0] * 6
+    assert "up  (total 6 kB)" in texts(figure)
+    assert "down  (total 3 kB)" in texts(figure)
+
+
+def test_a_long_run_has_lines_instead_of_bars() -> None:
+    rows = [{**history()[0], "step": step} for step in range(1, 100)]
+    figure = bytes_per_round(rows, ABOUT)
+    assert figure is not None
+    assert not figure.axes[0].patches
+
+
+@pytest.mark.parametrize("rows", [[], [{**history(0)[0], "metrics": {}}]])
+def test_nothing_to_show_is_no_figure(rows: list[dict[str, Any]]) -> None:
+    assert run_figures(rows, RESULT) == {}
+
+
+def test_one_round_of_one_domain() -> None:
+    row = {**history()[0], "metrics": {"val/A/recall_at_20": 0.1}}
+    assert set(run_figures([row], RESULT)) == {"validation", "bytes"}
+
+
+def test_metric_against_shows_mean_and_deviation() -> None:
+    figure = metric_against([0.1, 1.0], {"A": [[1.0, 3.0], [4.0, 4.0]]}, "alpha", "ndcg_at_10", ABOUT, log=True)
+    [axis] = figure.axes
+    [bars] = axis.containers
+    line, _, [segments] = bars.lines
+    assert list(line.get_ydata()) == [2.0, 4.0]
+    # standard deviation of (1, 3) with n - 1 = 1: sqrt(((1-2)² + (3-2)²) / 1) = √2
+    assert segments.get_segments()[0][:, 1] == pytest.approx([2 - 2**0.5, 2 + 2**0.5])
+    assert axis.get_xscale() == "log"
+    assert "mean of 2 seeds ± 1 standard deviation" in texts(figure)
+    with pytest.raises(CrossfedError, match="A has results for 1 values of alpha; 2 are given"):
+        metric_against([0.1, 1.0], {"A": [[1.0]]}, "alpha", "ndcg_at_10", ABOUT)
+
+
+def test_item_map_keeps_clusters_apart_and_centres_with_theirs() -> None:
+    rng = np.random.default_rng(0)
+    centres = np.array([[40.0] + [0.0] * 7, [-40.0] + [0.0] * 7])
+    vectors = {name: np.concatenate([c + rng.normal(size=(30, 8)) for c in centres]) for name in ("A", "B")}
+    figure = item_map(vectors, centres, ABOUT, per_domain=50)
+    items_a, items_b, stars = (c.get_offsets() for c in figure.axes[0].collections)
+    assert (len(items_a), len(items_b), len(stars)) == (50, 50, 2)
+    points = np.concatenate([items_a, items_b])
+    nearest = np.linalg.norm(points[:, None] - np.asarray(stars)[None], axis=2).argmin(axis=1)
+    assert 40 <= (nearest == 0).sum() <= 60
+    assert "A  (50 of 60 items)" in texts(figure)
+    assert "2 centres" in texts(figure)
+    again = item_map(vectors, centres, ABOUT, per_domain=50)
+    assert np.array_equal(again.axes[0].collections[0].get_offsets(), items_a)
+    with pytest.raises(CrossfedError, match="at least 4 vectors; there are 2"):
+        item_map({"A": np.ones((2, 3))}, None, ABOUT)
+
+
+def test_pretty() -> None:
+    assert [pretty(n) for n in ("ndcg_at_20", "hit_rate_at_5", "mrr_at_10", "auc")] == [
+        "NDCG@20", "Hit rate@5", "MRR@10", "Auc"
+    ]  # fmt: skip
+
+
+def test_saved_as_png_without_pyplot(tmp_path: Path) -> None:
+    for name, figure in run_figures(history(), RESULT).items():
+        path = save(figure, tmp_path / "figures" / f"{name}.png")
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert path.stat().st_size < 300_000
+    code = "import sys, crossfed.platform.report.figures; print('matplotlib.pyplot' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
