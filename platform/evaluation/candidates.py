@@ -80,8 +80,8 @@ def draw(
     users = np.asarray(users, np.int64)
     rng = np.random.default_rng(seed)
     items = np.empty((len(users), n), np.int32)
-    # A user costs at most 2n + 16 working entries, and one per known item.
-    cost = np.cumsum(2 * n + 16 + known_indptr[users + 1].astype(np.int64) - known_indptr[users])
+    # A user costs at most 2n working entries, and one per known item.
+    cost = np.cumsum(2 * n + known_indptr[users + 1].astype(np.int64) - known_indptr[users])
     for block in np.split(np.arange(len(users)), np.flatnonzero(np.diff(cost // _BLOCK_ENTRIES)) + 1):
         items[block] = _draw_block(users[block], known_indptr, known_items, n_items, n, rng)
     return Candidates(users, items, n_items)
@@ -123,30 +123,25 @@ def _draw_block(
 def _distinct(limits: npt.NDArray[np.int64], n: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
     """For each limit a uniform n-subset of 0 … limit-1: int64 [len(limits), n], ascending in each row.
 
-    Small ranges (up to 2n) are shuffled whole. Large ones are drawn with repetition until n distinct values have been
-    seen; the order of first occurrences is uniform, and so is a row that had to be drawn again.
+    Small ranges (up to 2n) are shuffled whole. In large ones repeated values are drawn again until there are none. No step
+    treats one value differently from another, so all n-subsets are equally likely.
     """
     result = np.empty((len(limits), n), np.int64)
     small = np.flatnonzero(limits <= 2 * n)
     if len(small):
         keys = rng.random((len(small), 2 * n))
         keys[np.arange(2 * n) >= limits[small, None]] = np.inf
-        result[small] = np.argpartition(keys, n - 1, axis=1)[:, :n]
+        result[small] = np.sort(np.argpartition(keys, n - 1, axis=1)[:, :n], axis=1)
     rest = np.flatnonzero(limits > 2 * n)
-    # From more than 2n values, 1.6n draws see 1.1n distinct ones on average; the constant covers the spread at small n.
-    draws = int(1.6 * n) + 16
+    values = rng.integers(0, limits[rest, None], (len(rest), n))
     while len(rest):
-        drawn = rng.integers(0, limits[rest, None], (len(rest), draws))
-        order = np.argsort(drawn, axis=1, kind="stable")
-        ordered = np.take_along_axis(drawn, order, axis=1)
-        new = np.empty(drawn.shape, bool)
-        np.put_along_axis(new, order[:, :1], True, axis=1)
-        np.put_along_axis(new, order[:, 1:], ordered[:, 1:] != ordered[:, :-1], axis=1)
-        new &= np.cumsum(new, axis=1) <= n
-        enough = new.sum(axis=1) == n
-        result[rest[enough]] = drawn[enough][new[enough]].reshape(-1, n)
-        rest = rest[~enough]
-    result.sort(axis=1)
+        values.sort(axis=1)
+        row, column = np.nonzero(values[:, 1:] == values[:, :-1])
+        repeated = np.zeros(len(rest), bool)
+        repeated[row] = True
+        result[rest[~repeated]] = values[~repeated]
+        values[row, column + 1] = rng.integers(0, limits[rest[row]])
+        rest, values = rest[repeated], values[repeated]
     return result
 
 
