@@ -175,6 +175,11 @@ def _told(error: ValidationError, where: str, model: type[BaseModel]) -> Crossfe
     return CrossfedError(f"{where}: {key}{value} is not possible: {message[0].lower()}{message[1:].rstrip('.')}.")
 
 
+def declared_search(method: str) -> dict[str, Any]:
+    """The `search:` block of a method's YAML file: what its authors search, as raw values; empty where there is none."""
+    return dict(method_file(method).get("search") or {})
+
+
 def parse_value(text: str) -> Any:
     """The value of `--set key=value`: YAML, so `0.5`, `true`, `[10, 20]`, `null` and plain words mean what they look like."""
     try:

@@ -38,11 +38,15 @@ class NodeActor:
     """A `Node` in its own process."""
 
     def __init__(self, plan: Plan, name: str):
-        if name == SERVER:
-            device, self.gpus = cluster.torch.device("cpu"), list[str]()
+        self.plan, self.name = plan, name
+
+    def build(self) -> None:
+        """Make the node. Not done in `__init__`, where an error would look like a dead actor."""
+        if self.name == SERVER:
+            device, self.gpus = torch.device("cpu"), list[str]()
         else:
-            device, self.gpus = cluster.assigned_device(plan.config.resources, name)
-        self.node = Node(plan, name, device)
+            device, self.gpus = cluster.assigned_device(self.plan.config.resources, self.name)
+        self.node = Node(self.plan, self.name, device)
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.node, method)(*args)
@@ -94,7 +98,7 @@ class RayNodes:
                 max_restarts=0,  # a restart would lose the state silently; the run goes back to the last committed round
             ).remote(plan, name)
         self.timeout = resources.start_timeout
-        self._gather({name: actor.where.remote() for name, actor in self.actors.items()})
+        self._gather({name: actor.build.remote() for name, actor in self.actors.items()})
         self.timeout = None
         sizes = self.each("prepare", dict.fromkeys(self.actors, ()))
         self.each("connect", dict.fromkeys(self.actors, (sizes,)))

@@ -132,7 +132,7 @@ def run_federation(
             raise
         tracker.finish("FINISHED")
         if shown:
-            _summary(view, result)
+            _summary(view, config, result)
         view.note(f"tracking   {tracker.status}" + (f": {tracker.url}" if tracker.url else ""))
     return RunResult(result["run_id"], run_dir, result)
 
@@ -386,10 +386,19 @@ def _artifacts(
     tracker.model(run_dir, plan.domains, step=last)
 
 
-def _summary(view: Progress, result: dict[str, Any]) -> None:
+def _summary(view: Progress, config: RunConfig, result: dict[str, Any]) -> None:
+    """The final table: the selecting metric and the first two of the others; everything else is in `result.json`."""
+    told = [f"{name}_at_{k}" for name in config.evaluation.metrics[:2] for k in config.evaluation.ks]
+    told = list(dict.fromkeys([config.evaluation.select, *told]))
+
+    def short(metrics: Mapping[str, float]) -> dict[str, float]:
+        return {name: metrics[name] for name in told if name in metrics}
+
     view.finish(
         [
-            SummaryRow(name, row["validation"], row.get("test", {}), result["protocol"], result["candidates"][name])
+            SummaryRow(
+                name, short(row["validation"]), short(row.get("test", {})), result["protocol"], result["candidates"][name]
+            )
             for name, row in result["domains"].items()
         ]
     )

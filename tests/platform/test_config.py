@@ -1,0 +1,102 @@
+"""One configuration, many sources: precedence, round trip, and one sentence for every mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from crossfed.platform.config import RunConfig, build, parse_value
+from crossfed.platform.discovery import method_file
+from crossfed.platform.seam import CrossfedError
+
+
+def test_precedence_is_file_preset_run_file_set(tmp_path: Path) -> None:
+    preset = method_file("fedcrf")["presets"]["care-beauty"]
+    assert preset["K"] == 70  # the paper's, §4.5
+    assert build("fedcrf").config["K"] != 70
+    assert build("fedcrf", preset="care-beauty").config["K"] == 70
+    file = tmp_path / "run.yaml"
+    file.write_text("method: fedcrf\npreset: care-beauty\nconfig: {K: 40}\nseed: 5\n")
+    assert (build(str(file)).config["K"], build(str(file)).seed) == (40, 5)
+    assert build(str(file)).config["lambda_kd"] == preset["lambda_kd"]
+    assert build(str(file), sets=["K=30"], values={"seed": 6}).config["K"] == 30
+    assert build(str(file), values={"seed": 6}).seed == 6
+
+
+def test_what_is_written_back_is_the_whole_run_and_reads_as_itself(tmp_path: Path) -> None:
+    config = build("fedcrf", sets=["K=33", "evaluation.ks=[5, 20]", "resources.threads=2", "text.encoder=hashing:64"])
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml())
+    assert build(str(file)) == config
+    written = yaml.safe_load(file.read_text())
+    assert set(written["config"]) == set(config.resolved.Config.model_fields)
+    assert set(written) == set(RunConfig.model_fields)
+
+
+def test_the_hash_covers_what_changes_numbers_and_nothing_else() -> None:
+    base = build("fedcrf").hash()
+    for same in ("seed=3", "out=/elsewhere", "backend=inprocess", "tracking.enabled=false", "checkpoint_every=7"):
+        assert build("fedcrf", sets=[same]).hash() == base, same
+    for other in ("K=31", "evaluation.split_seed=1", "text.encoder=hashing", "evaluation.protocol=leave-one-out"):
+        assert build("fedcrf", sets=[other]).hash() != base, other
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 0.001), ("3", 3), ("true", True), ("[5, 10]", [5, 10]), ("null", None), ("inf", float("inf")), ("word", "word")],
+)
+def test_values_of_set(text: str, value: object) -> None:
+    assert parse_value(text) == value
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["K=0"], r"K = 0 is not possible: input should be greater than 0"),
+        (["K=many"], r"K = 'many' is not possible: input should be a valid integer"),
+        (["kk=3"], r"unknown key 'kk'; did you mean K\? Allowed: .*lambda_kd"),
+        (["K"], r"must read key=value"),
+        (["resources.gpu=1"], r"unknown key 'resources.gpu'; did you mean resources.gpus_per_domain\?"),
+        (["evaluation.protocol=leave-two-out"], r"leave-two-out.*leave-one-out"),
+        (["evaluation.select=recall@7"], r"recall_at_7 is not measured"),
+        (["evaluation.metrics=[recal]"], r"recal"),
+        (["seed=-1"], r"seed = -1 is not possible"),
+        (["backend=spark"], r"backend = 'spark' is not possible: input should be 'ray' or 'inprocess'"),
+        (["checkpoint_every=0"], r"checkpoint_every = 0"),
+    ],
+)
+def test_a_mistake_is_one_sentence(sets: list[str], words: str) -> None:
+    with pytest.raises(CrossfedError, match=words) as caught:
+        build("fedcrf", sets=sets)
+    assert "\n" not in str(caught.value)
+
+
+def test_select_accepts_the_at_sign() -> None:
+    assert build("lightgcn", sets=["evaluation.select=ndcg@10"]).evaluation.select == "ndcg_at_10"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("method: fedcrf\nbackedn: ray\n", "unknown key 'backedn'; did you mean backend"),
+        ("method: fedcrf\nresources: {cpus: 1}\n", "unknown key 'resources.cpus'"),
+        ("method: fedcrf\nconfig: {KK: 1}\n", "fedcrf configuration: unknown key 'KK'"),
+        ("seed: 1\n", "method is missing"),
+        ("method: fedcrf\nseed: [\n", "line 3: not valid YAML"),
+        ("- a\n", "must hold a mapping"),
+        ("method: nope\n", "There is no method 'nope'"),
+        ("method: fedcrf\npreset: nope\n", "no preset 'nope'"),
+    ],
+)
+def test_a_wrong_run_file_is_named(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(CrossfedError, match=words):
+        build(str(file))
+
+
+def test_a_missing_run_file_is_named() -> None:
+    with pytest.raises(CrossfedError, match=r"There is no run file nowhere\.yaml"):
+        build("nowhere.yaml")
