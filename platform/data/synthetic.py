@@ -2,7 +2,7 @@
 
 Nothing here was observed; the manifest says so, and so must everything that shows a number made from it.
 
-Every domain is a shop with its own product types and brands. What is common to all shops are *tastes*: a taste prefers
+Every domain is a shop with its own product types. What is common to all shops are *tastes*: a taste has its brands, prefers
 some values of each shared attribute (style, note, quality, audience, occasion), and the words for these values are the
 same in every shop. An item has one taste, which draws its attributes, and one type; its text names both.
 
@@ -56,6 +56,7 @@ Floats = npt.NDArray[np.float64]
 _TASTES = 24
 _TASTE_WIDTH, _TYPE_WIDTH = 8, 4
 _TASTE_STRENGTH, _TYPE_STRENGTH = 2.0, 1.2
+_FAVOURITES, _LOOSE = (0.7, 0.2), 0.1
 _LEAST = 5
 """Interactions of the least active user."""
 _USERS_AT_ONCE, _ITEMS_AT_ONCE = 8_192, 16_384
@@ -210,7 +211,7 @@ def generate(
         "seed": seed,
     }
     shared = _rng(seed, "shared users").standard_normal((n_shared, _TASTE_WIDTH + _TYPE_WIDTH), np.float32)
-    tastes = _Tastes.draw(_rng(seed, "tastes"))
+    tastes = _Tastes.draw(_rng(seed, "tastes"), max(size.items for size in sizes))
     with Writer(out, recipe, synthetic=True) as writer:
         first_own = n_shared
         for name, size in zip(names, sizes, strict=True):
@@ -289,23 +290,25 @@ class _Tastes:
     Attributes:
         vectors: v, float32 [T, 8], of length one.
         preferred: attribute -> cumulative probability of its values, [T, n_values].
+        brands: names of the brands of each taste.
     """
 
     vectors: npt.NDArray[np.float32]
     preferred: Mapping[str, Floats]
+    brands: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def draw(cls, rng: np.random.Generator) -> _Tastes:
+    def draw(cls, rng: np.random.Generator, n_items: int) -> _Tastes:
         vectors = _unit(rng.standard_normal((_TASTES, _TASTE_WIDTH), np.float32))
         preferred = {}
         for attribute, values in _SHARED.items():
             # Each value is the favourite of as many tastes as any other, and each taste has a second choice.
-            weights = np.full((_TASTES, len(values)), 0.2 / len(values))
-            for weight in (0.55, 0.25):
+            weights = np.full((_TASTES, len(values)), _LOOSE / len(values))
+            for weight in _FAVOURITES:
                 favourite = np.concatenate([rng.permutation(len(values)) for _ in range(-(-_TASTES // len(values)))])
                 weights[np.arange(_TASTES), favourite[:_TASTES]] += weight
             preferred[attribute] = np.cumsum(weights, axis=1)
-        return cls(vectors, preferred)
+        return cls(vectors, preferred, _brands(rng, int(np.clip(n_items // (_TASTES * 8), 1, 40))))
 
 
 def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -346,11 +349,11 @@ def _generate_domain(
         users, items, times = _order(bought[indptr[start] : indptr[end]], counts[start:end], catalogue.taste, rng)
         domain.append_interactions(users + start, items, times)
         domain.append_users([f"user-{number:07d}" for number in numbers[start:end]])
-    words = _Words.draw(_rng(seed, "words", name), name, size.items)
     rng = _rng(seed, "text", name)
+    types = rng.permutation(_SHOPS[name.partition("-")[0]]).tolist()
     for start in range(0, size.items, _ITEMS_AT_ONCE):
         end = min(start + _ITEMS_AT_ONCE, size.items)
-        texts = _texts(catalogue.taste[start:end], catalogue.type[start:end], tastes, words, rng)
+        texts = _texts(catalogue.taste[start:end], catalogue.type[start:end], tastes, types, rng)
         domain.append_items([f"{name}-{item:07d}" for item in range(start, end)], texts)
 
 
@@ -491,41 +494,31 @@ def _order(bought: Int32s, counts: Ints, taste: Ints, rng: np.random.Generator) 
     return user, bought[order].astype(np.int64), _START + passed - np.repeat(passed[first] - gaps[first], counts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """A shop's own words: its product types, and its brands, each of one taste, [T][brands]."""
-
-    types: tuple[str, ...]
-    brands: tuple[tuple[str, ...], ...]
-
-    @classmethod
-    def draw(cls, rng: np.random.Generator, name: str, n_items: int) -> _Words:
-        per_taste = int(np.clip(n_items // (_TASTES * 8), 1, 40))
-        names: dict[str, None] = {}
-        while len(names) < _TASTES * per_taste:
-            middle = "".join(rng.choice(_SYLLABLES, rng.integers(1, 3)))
-            names[(middle + rng.choice(_ENDINGS)).capitalize()] = None
-        every = list(names)
-        brands = tuple(tuple(every[t * per_taste : (t + 1) * per_taste]) for t in range(_TASTES))
-        types = _SHOPS[name.partition("-")[0]]
-        return cls(tuple(types[i] for i in rng.permutation(len(types))), brands)
+def _brands(rng: np.random.Generator, per_taste: int) -> tuple[tuple[str, ...], ...]:
+    """Invented brand names, each of one taste and sold in every shop, [T][per_taste]."""
+    names: dict[str, None] = {}
+    while len(names) < _TASTES * per_taste:
+        middle = "".join(rng.choice(_SYLLABLES, rng.integers(1, 3)))
+        names[(middle + rng.choice(_ENDINGS)).capitalize()] = None
+    every = list(names)
+    return tuple(tuple(every[t * per_taste : (t + 1) * per_taste]) for t in range(_TASTES))
 
 
-def _texts(taste: Ints, kind: Ints, tastes: _Tastes, words: _Words, rng: np.random.Generator) -> list[str]:
-    """Readable product text of a block of items."""
+def _texts(taste: Ints, kind: Ints, tastes: _Tastes, types: Sequence[str], rng: np.random.Generator) -> list[str]:
+    """Readable product text of a block of items; `types` are the names of the shop's product types."""
     drawn = {
         attribute: (rng.random((len(taste), 1)) >= tastes.preferred[attribute][taste]).sum(axis=1).clip(max=15).tolist()
         for attribute in _SHARED
     }
     brand, line, template = (
-        rng.integers(0, high, len(taste)).tolist() for high in (len(words.brands[0]), len(_LINES), len(_TEMPLATES))
+        rng.integers(0, high, len(taste)).tolist() for high in (len(tastes.brands[0]), len(_LINES), len(_TEMPLATES))
     )
     texts = []
     for row, (t, y) in enumerate(zip(taste.tolist(), kind.tolist(), strict=True)):
         text = _TEMPLATES[template[row]].format(
-            brand=words.brands[t][brand[row]],
+            brand=tastes.brands[t][brand[row]],
             line=_LINES[line[row]],
-            type=words.types[y],
+            type=types[y],
             **{attribute: _SHARED[attribute][drawn[attribute][row]] for attribute in _SHARED},
         )
         texts.append(". ".join(sentence[0].upper() + sentence[1:] for sentence in text.split(". ")))
