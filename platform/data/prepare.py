@@ -26,7 +26,7 @@ import numpy.typing as npt
 import pandas as pd
 import yaml
 from crossfed.platform.data.readers import Source, Table, Texts, read_items, read_table
-from crossfed.platform.data.store import PreparedData, Writer
+from crossfed.platform.data.store import PreparedData, Writer, valid_domain_name
 from crossfed.platform.data.text import join_fields
 from crossfed.platform.seam import CrossfedError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -44,7 +44,8 @@ class RowFilter(_Strict):
     """Keeps a row by the words in one of its columns, upper or lower case alike.
 
     Attributes:
-        column: a part or a column name. contains: keep only rows with at least one of these in it (all rows where empty).
+        column: a part or a column of the interactions.
+        contains: keep only rows with at least one of these in it; all rows where empty.
         lacks: drop rows with any of these in it.
     """
 
@@ -125,6 +126,8 @@ class Spec(_Strict):
     @model_validator(mode="after")
     def _recipes_are_valid(self) -> Self:
         for name in self.domains:
+            if not valid_domain_name(name):
+                raise ValueError(f"domain name {name!r}: take letters, digits, '_', '-' and '.', and not 'server'")
             self.recipe_of(name)
         if self.users == "shared" and len(self.domains) < 2:
             raise ValueError("users: shared needs at least two domains")

@@ -269,7 +269,7 @@ class _File:
         self.encoding = source.encoding or "utf-8"
         self.separator = source.separator or ","
         self.has_header = not any(isinstance(column, int) for column in source.columns.values())
-        with _told(path, Progress()):
+        with _told(path, Progress(line=1)):
             with path.open("rb") as file:
                 magic = file.read(4)
             if magic == b"PAR1":
@@ -290,7 +290,11 @@ class _File:
 
     def _recognise_text(self) -> None:
         with _open(self.path) as file:
-            head = [line for line in file.readlines(_HEAD) if not line.isspace()]
+            block = file.read(_HEAD)
+        lines = block.splitlines(keepends=True)
+        if len(block) == _HEAD and len(lines) > 1:
+            lines.pop()  # cut off
+        head = [line for line in lines if not line.isspace()]
         if not head:
             self.kind, self.columns = "delimited", []
             return
@@ -326,7 +330,7 @@ class _File:
 
     def _recognise_layout(self) -> Layout:
         names = set(self.columns)
-        if {"reviewerID", "asin"} <= names and self.kind == "json":
+        if {"reviewerID", "asin", "unixReviewTime"} <= names:
             return "amazon-reviews"
         if {"user_id", "parent_asin"} <= names:
             return "amazon-reviews-2023"
@@ -367,15 +371,20 @@ class _File:
         column = self.column(name)
         return 1 <= column <= len(self.columns) if isinstance(column, int) else column in self.columns
 
+    @property
+    def found(self) -> str:
+        """What columns there are, in words."""
+        named = self.has_header or self.kind != "delimited"
+        return ", ".join(self.columns) if named else f"{len(self.columns)} columns without names"
+
     def require(self, names: Iterable[str]) -> None:
         """Raise CrossfedError for the first part whose column is not there."""
         for name in names:
             if not self.has(name):
                 column = self.column(name)
                 what = f"column {column}" if isinstance(column, int) else f"column {column!r}"
-                found = f"{len(self.columns)} columns" if isinstance(column, int) else ", ".join(self.columns)
                 raise CrossfedError(
-                    f"{self.path} (read as {self.layout}) has no {what} for {name}; it has {found}. "
+                    f"{self.path} (read as {self.layout}) has no {what} for {name}; it has {self.found}. "
                     f"Name the right one as `columns: {{{name}: …}}` of this source, or another `layout`."
                 )
 
@@ -455,11 +464,15 @@ class _File:
 
     def _sheet(self) -> Iterator[tuple[Any, ...]]:
         """Rows of the first sheet, read as a stream."""
-        book = load_workbook(self.path, read_only=True, data_only=True)
-        try:
-            yield from book.worksheets[0].iter_rows(values_only=True)
-        finally:
-            book.close()
+        with self.path.open("rb") as file:  # a path would have to end in .xlsx
+            try:
+                book = load_workbook(file, read_only=True, data_only=True)
+            except KeyError as error:
+                raise CrossfedError(f"{self.path} is a ZIP archive, but no Excel workbook; unpack it first.") from error
+            try:
+                yield from book.worksheets[0].iter_rows(values_only=True)
+            finally:
+                book.close()
 
     def _sheet_rows(self, indices: Sequence[int], progress: Progress) -> Iterator[tuple[Any, ...]]:
         for row in self._sheet():
@@ -617,13 +630,14 @@ def read_table(path: Path, source: Source, texts: Sequence[str], numbers: Sequen
     path, progress = Path(path), Progress()
     file = _File(path, source)
     by_row = source.time == "row"
+    file.require([*texts, *numbers])
     if not by_row and not file.has("time") and "time" not in source.columns and file.layout in ("table", "recbole"):
         raise CrossfedError(
-            f"{path} (read as {file.layout}) has no column for time; it has {', '.join(file.columns)}. "
+            f"{path} (read as {file.layout}) has no column for time; it has {file.found}. "
             "Name one as `columns: {time: …}` of this source, or set `time: row` to take the order of its rows."
         )
     names = [*texts, *numbers, *(() if by_row else ("time",))]
-    file.require(names)
+    file.require(names[len(texts) + len(numbers) :])
     text_columns = [_TextColumn(file.layout == "online-retail" and file.column(n) == "CustomerID") for n in texts]
     number_columns = [_NumberColumn() for _ in numbers]
     time_column = _TimeColumn(source.time or _TIMES.get(file.layout))

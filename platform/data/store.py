@@ -20,7 +20,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -54,16 +54,31 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def valid_domain_name(name: str) -> bool:
+    """Whether a domain may have this name: letters, digits, `_`, `-` and `.`, and not the server's."""
+    return bool(_NAME.fullmatch(name)) and name != SERVER
+
+
 @contextmanager
-def _disk(path: Path, doing: str) -> Iterator[None]:
-    """Turn a failed write or read below `path` into one sentence."""
+def _writing(path: Path) -> Iterator[None]:
+    """Turn a failed write of prepared data into one sentence."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error).splitlines()[0]
         raise CrossfedError(
-            f"Cannot {doing} {path}: {reason}; give a place that exists, is writable and has room."
+            f"Cannot write prepared data to {path}: {reason}; give a place that is writable and has room."
         ) from error
+
+
+@contextmanager
+def _reading(path: Path, advice: str) -> Iterator[None]:
+    """Turn a failed read of a file into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error).splitlines()[0]
+        raise CrossfedError(f"Cannot read {path}: {reason}; {advice}.") from error
 
 
 class _Column:
@@ -246,7 +261,7 @@ class Writer:
     def __enter__(self) -> Self:
         if self.path.is_file() or (self.path.is_dir() and any(self.path.iterdir())):
             raise CrossfedError(f"{self.path} exists already and is not empty; give another --out or delete it first.")
-        with _disk(self.path, "write prepared data to"):
+        with _writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._temporary = Path(tempfile.mkdtemp(prefix=f".{self.path.name}-", dir=self.path.parent))
         return self
@@ -256,20 +271,21 @@ class Writer:
     ) -> None:
         assert self._temporary is not None
         try:
-            if error is None:
-                self._finish()
-            elif isinstance(error, OSError):
-                with _disk(self.path, "write prepared data to"):
+            with _writing(self.path):
+                if error is None:
+                    self._finish()
+                elif isinstance(error, OSError):
                     raise error
         finally:
             if self._open is not None:
-                with _disk(self.path, "write prepared data to"):
+                with suppress(OSError):  # on a full disk; the file is removed anyway
                     self._open.abandon()
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def add_source(self, name: str, path: Path, sha256: str | None = None) -> None:
         """Record a source file: its name as in the spec, size and SHA-256 (computed where not given)."""
-        self._sources.append({"name": name, "bytes": path.stat().st_size, "sha256": sha256 or file_sha256(path)})
+        with _reading(path, "check the source"):
+            self._sources.append({"name": name, "bytes": path.stat().st_size, "sha256": sha256 or file_sha256(path)})
 
     def open_domain(self, name: str, counts: Mapping[str, Any] | None = None) -> DomainWriter:
         """Begin the next domain, to be filled in batches. The domain before it is finished first.
@@ -279,14 +295,14 @@ class Writer:
             counts: what the preparation counted (broken lines, duplicates …), for the manifest.
         """
         assert self._temporary is not None, "use Writer in a with block"
-        if not _NAME.fullmatch(name) or name == SERVER:
+        if not valid_domain_name(name):
             raise CrossfedError(
                 f"Domain name {name!r} is not usable; take letters, digits, '_', '-' and '.', and not '{SERVER}'."
             )
         self._finish_domain()
         if name in self._domains:
             raise CrossfedError(f"Domain {name} occurs twice; give every domain its own name.")
-        with _disk(self.path, "write prepared data to"):
+        with _writing(self.path):
             (self._temporary / name).mkdir()
             self._open = DomainWriter(name, self._temporary / name, counts or {})
         return self._open
@@ -323,7 +339,7 @@ class Writer:
 
     def _finish(self) -> None:
         assert self._temporary is not None
-        with _disk(self.path, "write prepared data to"):
+        with _writing(self.path):
             self._finish_domain()
             if not self._domains:
                 raise CrossfedError(f"No domain was written to {self.path}.")
@@ -417,7 +433,7 @@ class PreparedData:
     def verify(self) -> None:
         """Compare the SHA-256 of every file with the manifest; raises CrossfedError at the first difference."""
         for name, expected in self.manifest["files"].items():
-            with _disk(self.path / name, "read"):
+            with _reading(self.path / name, "prepare the data again"):
                 actual = file_sha256(self.path / name)
             if actual != expected["sha256"]:
                 raise CrossfedError(f"{self.path / name} differs from what was prepared; prepare the data again.")
