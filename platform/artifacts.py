@@ -21,9 +21,10 @@ from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+from filelock import FileLock
+
 from crossfed.platform.data.text import DEFAULT_ENCODER, MissingText, Progress, embed, make_encoder, missing_rows
 from crossfed.platform.seam import CrossfedError
-from filelock import FileLock
 
 Array = npt.NDArray[Any]
 

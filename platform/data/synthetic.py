@@ -19,6 +19,8 @@ Memory grows with the number of interactions (a few bytes each), users and items
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from filelock import FileLock
+
 from crossfed.platform.data.store import PreparedData, Writer
 from crossfed.platform.seam import CrossfedError, stream
 
@@ -218,6 +222,31 @@ def generate(
             _generate_domain(writer, name, size, tastes, shared, first_own, seed)
             first_own += size.users - n_shared
     return PreparedData.open(out)
+
+
+def ensure(root: Path, **arguments: Any) -> Path:
+    """The directory below `root` that holds the data of these arguments of `generate`, generated where it is not there.
+
+    Of several processes that want the same data at once, one generates it and the others wait.
+
+    Raises:
+        CrossfedError: as `generate` does.
+    """
+    described = json.dumps({"version": VERSION, **arguments}, sort_keys=True)
+    out = root / f"synthetic-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
+    if out.exists():
+        return out
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / f".{out.name}.lock"):
+            if not out.exists():
+                generate(out, **arguments)
+    except OSError as error:
+        raise CrossfedError(
+            f"Cannot write synthetic data below {root}: {error.strerror or error}; make room there, "
+            "or set CROSSFED_CACHE to a folder that can be written."
+        ) from error
+    return out
 
 
 def shops() -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
+
 from crossfed.platform.seam import CrossfedError
 
 if TYPE_CHECKING:
@@ -213,12 +214,23 @@ def _hashing_width(spec: str) -> int:
     return int(given)
 
 
+_BUCKETS = 1 << 18
+
+
+@lru_cache(maxsize=4)
+def _projection(width: int) -> Any:
+    """The projection from `_BUCKETS` to `width` columns; the same whenever and wherever it is made."""
+    from scipy.sparse import csr_matrix
+    from sklearn.random_projection import SparseRandomProjection
+
+    # Eight expected non-zeros per hashed column: fewer would let some words vanish, more only cost time.
+    projection = SparseRandomProjection(width, density=min(1.0, 8 / width), dense_output=True, random_state=0)
+    return projection.fit(csr_matrix((1, _BUCKETS), dtype=np.float32))
+
+
 class _HashingEncoder:
     """Counts of words and word pairs in 2¹⁸ hashed columns, sent through one fixed sparse random projection."""
 
-    _BUCKETS = 1 << 18
-    _PER_WORD = 8
-    """Expected non-zeros per hashed column: fewer would let some words vanish, more only cost time."""
     _BLOCK = 8192
     """Texts at a time."""
 
@@ -229,22 +241,12 @@ class _HashingEncoder:
     def id(self) -> str:
         return f"hashing-{self.width}-v1"
 
-    @cached_property
-    def _projection(self) -> Any:
-        from scipy.sparse import csr_matrix
-        from sklearn.random_projection import SparseRandomProjection
-
-        projection = SparseRandomProjection(
-            self.width, density=min(1.0, self._PER_WORD / self.width), dense_output=True, random_state=0
-        )
-        return projection.fit(csr_matrix((1, self._BUCKETS), dtype=np.float32))
-
     def encode(self, texts: Sequence[str], progress: Progress | None = None) -> Vectors:
         from sklearn.feature_extraction.text import HashingVectorizer
         from sklearn.preprocessing import normalize
 
         words = HashingVectorizer(
-            n_features=self._BUCKETS,
+            n_features=_BUCKETS,
             ngram_range=(1, 2),
             stop_words="english",
             strip_accents="unicode",
@@ -254,7 +256,7 @@ class _HashingEncoder:
         vectors = np.empty((len(texts), self.width), np.float32)
         for start in range(0, len(texts), self._BLOCK):
             block = texts[start : start + self._BLOCK]
-            vectors[start : start + len(block)] = normalize(self._projection.transform(words.transform(block)))
+            vectors[start : start + len(block)] = normalize(_projection(self.width).transform(words.transform(block)))
             if progress:
                 progress(start + len(block), len(texts))
         return vectors
