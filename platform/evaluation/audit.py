@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy import sparse
+
 from crossfed.platform.evaluation.ranking import top_k
 from crossfed.platform.seam import CrossfedError, Interactions
-from scipy import sparse
 
 TOP_KS = (1, 3, 5)
 """The columns of FedCRF's Table 6."""

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from crossfed.platform.seam import Array, CrossfedError
 
 _BLOCK_ENTRIES = 2**21  # fixed, since which random number a user gets depends on it
@@ -72,7 +73,7 @@ def draw(
             split; repetitions do no harm.
         n_items: size of the catalogue.
         n: how many items per user.
-        seed: the protocol's candidate seed.
+        seed: the evaluation's seed, not the run's, so that all runs rank among the same items.
 
     Raises:
         CrossfedError: a user has fewer than n items left.

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+
 from crossfed.platform.seam import CrossfedError
 
 NAMES = ("cold", "warm", "active")

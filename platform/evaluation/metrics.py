@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
 from crossfed.platform.seam import CrossfedError
 
 PER_USER_METRICS: tuple[str, ...] = ("recall", "ndcg", "hit_rate", "mrr", "precision", "map")

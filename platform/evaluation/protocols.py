@@ -1,7 +1,8 @@
 """Evaluation protocols: how interactions are split, and which items the truth is ranked among.
 
 A number without its protocol says nothing: sampled candidates raise every metric, and splits differ in what they hold
-out. Each protocol has an identifier that travels with every result.
+out. Each protocol has an identifier that travels with every result. Splits and sampled candidates have a seed of their
+own, apart from the run's, so that every method and run is measured on the same items.
 """
 
 from __future__ import annotations
@@ -19,55 +20,49 @@ class Protocol:
         id: the protocol's name in configurations, results and tables.
         split: the split rule's name in `crossfed.platform.data.splits`.
         negatives: how many sampled items a user's truth is ranked among; None ranks all items the user has not seen.
-        candidate_seed: seed of the sampled candidates; drawn once, they are the same for every method and run seed.
         description: one sentence for people.
     """
 
     id: str
     split: str
     negatives: int | None
-    candidate_seed: int
     description: str
-
-
-def _protocol(id: str, split: str, negatives: int | None, description: str) -> Protocol:
-    return Protocol(id, split, negatives, candidate_seed=0, description=description)
 
 
 PROTOCOLS: dict[str, Protocol] = {
     protocol.id: protocol
     for protocol in (
-        _protocol(
+        Protocol(
             "ratio-80-10-10",
             "ratio-80-10-10",
             None,
             "Each user's interactions are split 80/10/10 at random; all unseen items are ranked.",
         ),
-        _protocol(
+        Protocol(
             "ratio-80-10-10-time",
             "ratio-80-10-10-time",
             None,
             "Each user's interactions are split 80/10/10 in time order; all unseen items are ranked.",
         ),
-        _protocol(
+        Protocol(
             "leave-one-out",
             "leave-one-out",
             None,
             "Each user's last interaction is the test, the one before it the validation; all unseen items are ranked.",
         ),
-        _protocol(
+        Protocol(
             "leave-one-out-99",
             "leave-one-out",
             99,
             "As leave-one-out, but the truth is ranked among 99 sampled items the user never interacted with.",
         ),
-        _protocol(
+        Protocol(
             "leave-one-out-999",
             "leave-one-out",
             999,
             "As leave-one-out, but the truth is ranked among 999 sampled items the user never interacted with.",
         ),
-        _protocol(
+        Protocol(
             "temporal-cut",
             "temporal-cut",
             None,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from crossfed.platform.evaluation.candidates import Candidates, full_id
 from crossfed.platform.evaluation.metrics import macro_metrics, per_user_metrics
 from crossfed.platform.seam import Array, CrossfedError

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from crossfed.platform.seam import CrossfedError
 from scipy import stats
+
+from crossfed.platform.seam import CrossfedError
 
 
 @dataclass(frozen=True, slots=True)

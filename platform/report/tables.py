@@ -1,7 +1,7 @@
 """Tables of results across methods and seeds, in Markdown, LaTeX and CSV.
 
-Every table states its protocol, candidate sets and data, and only results that agree on all three go into one table:
-numbers from other splits, candidates or data are not comparable.
+Every table states its protocol, candidate sets and data, and only results that agree on all of them, the seed of the split
+included, go into one table: numbers from other splits, candidates or data are not comparable.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from crossfed.platform.evaluation.metrics import metric_name
 from crossfed.platform.seam import CrossfedError
@@ -51,7 +51,7 @@ class Table:
         cells: method -> one cell per column.
         seeds: method -> the seeds behind its cells, ascending.
         split: "validation" or "test".
-        protocol: the protocol's identifier.
+        protocol: the protocol's identifier, with the seed of its split where results tell one.
         candidates: what the truth was ranked among, per domain.
         data_fingerprint: of the data set.
     """
@@ -132,8 +132,9 @@ def table(
     """Gather results into one table, a row per method, averaged over seeds.
 
     Args:
-        results: run results, each with method, seed, protocol, candidates (one for all domains, or by domain),
-            data_fingerprint and domains.<name>.<split>.<metric>; a run whose scope is "pooled" is marked "not private".
+        results: run results, each with method, seed, protocol, candidates (one for all domains, or by domain; for a single
+            split domains.<name>.<split>_candidates goes before), data_fingerprint and domains.<name>.<split>.<metric>. A
+            run whose scope is "pooled" is marked "not private".
         metrics: which metrics, in any spelling `metric_name` accepts.
         split: which part of the data they were measured on.
         domains: which domains; all by default, in the first result's order.
@@ -147,10 +148,11 @@ def table(
         raise CrossfedError("no results to make a table of")
     names = [metric_name(metric) for metric in metrics]
     shown = list(domains) if domains is not None else list(results[0]["domains"])
-    protocol = _common("protocol", results, lambda result: result["protocol"])
+    protocol = _common("protocol", results, _protocol)
     fingerprint = _common("data fingerprint", results, lambda result: result["data_fingerprint"])
     candidates = {
-        domain: _common(f"candidate set of {domain}", results, partial(_candidates, domain=domain)) for domain in shown
+        domain: _common(f"candidate set of {domain}", results, partial(_candidates, domain=domain, split=split))
+        for domain in shown
     }
     rows: dict[str, dict[int, Result]] = {}
     for result in results:
@@ -203,26 +205,32 @@ def _common(what: str, results: Sequence[Result], read: Callable[[Result], Any])
     return next(iter(found))
 
 
-def _candidates(result: Result, domain: str) -> str:
-    candidates = result["candidates"]
-    if isinstance(candidates, str):
-        return candidates
-    if domain not in candidates:
-        raise CrossfedError(
-            f"the result of {result['method']} seed {result['seed']} has no domain {domain}; it has "
-            f"{', '.join(candidates)}"
-        )
-    return str(candidates[domain])
+def _protocol(result: Result) -> str:
+    seed = result.get("split_seed")
+    return str(result["protocol"]) if seed is None else f"{result['protocol']} (split seed {seed})"
+
+
+def _domain(result: Result, domain: str) -> Mapping[str, Any]:
+    if domain not in result["domains"]:
+        raise CrossfedError(f"{_where(result)} has no domain {domain}; it has {', '.join(result['domains'])}")
+    return cast(Mapping[str, Any], result["domains"][domain])
+
+
+def _candidates(result: Result, domain: str, split: str) -> str:
+    candidates = _domain(result, domain).get(f"{split}_candidates", result["candidates"])
+    return str(candidates if isinstance(candidates, str) else candidates[domain])
 
 
 def _value(result: Result, domain: str, split: str, metric: str) -> float:
-    where = f"the result of {result['method']} seed {result['seed']}"
-    if domain not in result["domains"]:
-        raise CrossfedError(f"{where} has no domain {domain}; it has {', '.join(result['domains'])}")
-    measured = result["domains"][domain].get(split, {})
+    measured = _domain(result, domain).get(split, {})
     if metric not in measured:
-        raise CrossfedError(f"{where} has no {split} {metric} for {domain}; it has {', '.join(measured) or 'none'}")
+        told = ", ".join(measured) or "none"
+        raise CrossfedError(f"{_where(result)} has no {split} {metric} for {domain}; it has {told}")
     return float(measured[metric])
+
+
+def _where(result: Result) -> str:
+    return f"the result of {result['method']} seed {result['seed']}"
 
 
 def _plain(text: str) -> str:

@@ -8,6 +8,7 @@ MovieLens-100k (RecBole 1.2.1 takes 0.11 s there on a quiet 2-core machine, scor
 import numpy as np
 import pytest
 import torch
+
 from crossfed.platform.evaluation.candidates import draw
 from crossfed.platform.evaluation.ranking import rank
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from crossfed.platform.evaluation.audit import TOP_KS, random_baseline, similarity_attack
 from crossfed.platform.seam import CrossfedError, Interactions
 

@@ -5,10 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from scipy import stats
+
 from crossfed.platform.evaluation import candidates
 from crossfed.platform.evaluation.candidates import draw, load_or_draw
 from crossfed.platform.seam import CrossfedError
-from scipy import stats
 
 
 def known_items(rng, n_users, n_items, most):

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from crossfed.platform.evaluation.cohorts import by_activity
 from crossfed.platform.seam import CrossfedError
 

@@ -8,6 +8,7 @@ from math import log2
 
 import numpy as np
 import pytest
+
 from crossfed.platform.evaluation.metrics import (
     METRICS,
     PER_USER_METRICS,

@@ -1,4 +1,5 @@
 import pytest
+
 from crossfed.platform.evaluation.protocols import PROTOCOLS, get_protocol
 from crossfed.platform.seam import CrossfedError
 

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from crossfed.platform.evaluation.candidates import Candidates
 from crossfed.platform.evaluation.metrics import per_user_metrics
 from crossfed.platform.evaluation.ranking import Ranking, rank
 from crossfed.platform.seam import CrossfedError
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def csr(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
+from scipy import stats
+
 from crossfed.platform.evaluation.significance import compare, holm
 from crossfed.platform.seam import CrossfedError
-from scipy import stats
 
 
 def test_users_are_paired_by_row_number():

@@ -6,6 +6,7 @@ import io
 import re
 
 import pytest
+
 from crossfed.platform.report.tables import table
 from crossfed.platform.seam import CrossfedError
 
@@ -106,9 +107,23 @@ def test_one_candidate_set_for_all_domains():
     assert made.candidates == {"books": "sampled-99:abc", "toys_and_games": "sampled-99:abc"}
 
 
+def test_the_candidates_of_the_split_shown():
+    """Validation and test users have candidates of their own; a result may tell both."""
+    run = result("a", 1, 0.5, 0.5, candidates={"books": "sampled-99:test", "toys_and_games": "sampled-99:test"})
+    run["domains"]["books"]["validation_candidates"] = "sampled-99:validation"
+    assert table([run], ["recall@20"]).candidates["books"] == "sampled-99:test"
+    assert table([run], ["recall@20"], split="validation").candidates["books"] == "sampled-99:validation"
+
+
+def test_the_seed_of_the_split_is_stated():
+    made = table([result("a", 1, 0.5, 0.5, split_seed=42)], ["recall@20"])
+    assert "protocol ratio-80-10-10 (split seed 42)" in made.caption
+
+
 @pytest.mark.parametrize(
     ("changes", "what", "both"),
     [
+        ({"split_seed": 7}, "protocol", ("ratio-80-10-10", "split seed 7")),
         ({"protocol": "leave-one-out"}, "protocol", ("ratio-80-10-10", "leave-one-out")),
         ({"data_fingerprint": "cd34"}, "data fingerprint", ("ab12", "cd34")),
         (
