@@ -25,11 +25,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
 from crossfed.platform.data.readers import Source, Table, Texts, read_items, read_table
 from crossfed.platform.data.store import PreparedData, Writer, valid_domain_name
 from crossfed.platform.data.text import join_fields
 from crossfed.platform.seam import CrossfedError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 Report = Callable[[str], None]
 Rows = npt.NDArray[np.int64]
@@ -89,6 +90,9 @@ class Counts(_Strict):
     items: int
     interactions: int
 
+    def __str__(self) -> str:
+        return f"{self.users:,} users, {self.items:,} items, {self.interactions:,} interactions"
+
 
 class DomainSpec(_Strict):
     """A domain: its files, and where its recipe differs from the spec's.
@@ -98,14 +102,14 @@ class DomainSpec(_Strict):
         items: the files of item texts, the first that has an item counts; where there are none, texts are columns of the
             interactions and an item takes its most frequent value.
         keep: which rows belong to the domain.
-        recipe: the fields of `Recipe` that differ here.
+        recipe: what differs from the spec's recipe.
         paper: the size that the paper prints; a difference is reported, not refused.
     """
 
     interactions: Source
     items: tuple[Source, ...] = ()
     keep: tuple[RowFilter, ...] = ()
-    recipe: dict[str, Any] = {}
+    recipe: Recipe = Recipe()
     paper: Counts | None = None
 
 
@@ -124,18 +128,18 @@ class Spec(_Strict):
     domains: Annotated[dict[str, DomainSpec], Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _recipes_are_valid(self) -> Self:
+    def _domains_are_usable(self) -> Self:
         for name in self.domains:
             if not valid_domain_name(name):
                 raise ValueError(f"domain name {name!r}: take letters, digits, '_', '-' and '.', and not 'server'")
-            self.recipe_of(name)
         if self.users == "shared" and len(self.domains) < 2:
             raise ValueError("users: shared needs at least two domains")
         return self
 
     def recipe_of(self, domain: str) -> Recipe:
         """The recipe of one domain."""
-        return Recipe.model_validate(self.recipe.model_dump(exclude_unset=True) | self.domains[domain].recipe)
+        own = self.domains[domain].recipe
+        return self.recipe.model_copy(update={name: getattr(own, name) for name in own.model_fields_set})
 
 
 def shipped() -> dict[str, Path]:
@@ -476,12 +480,11 @@ def _write(writer: Writer, domain: _Domain, texts: Mapping[str, str], report: Re
     users, user_ids = _numbered(domain.users, domain.user_ids)
     items, item_ids = _numbered(domain.items, domain.item_ids)
     sizes = Counts(users=len(user_ids), items=len(item_ids), interactions=len(users))
-    told = f"{sizes.users:,} users, {sizes.items:,} items, {sizes.interactions:,} interactions"
-    report(f"{domain.name}: {told}")
-    counts = domain.counts
-    if domain.spec.paper not in (None, sizes):
-        counts["paper"] = domain.spec.paper.model_dump()
-        report(f"{domain.name}: the paper has other counts: {domain.spec.paper}")
+    report(f"{domain.name}: {sizes}")
+    counts, paper = domain.counts, domain.spec.paper
+    if paper is not None and paper != sizes:
+        counts["paper"] = paper.model_dump()
+        report(f"{domain.name}: the paper has {paper}")
     writer.add_domain(
         domain.name, users, items, domain.times, user_ids, item_ids, [texts.get(i, "") for i in item_ids], counts
     )

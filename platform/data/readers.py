@@ -34,6 +34,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, cast
 
@@ -41,11 +42,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from crossfed.platform.data.text import join_fields
-from crossfed.platform.seam import CrossfedError
 from openpyxl import load_workbook
 from openpyxl.utils.exceptions import InvalidFileException
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from crossfed.platform.data.text import join_fields
+from crossfed.platform.seam import CrossfedError
 
 Layout = Literal[
     "amazon-reviews",
@@ -391,7 +393,7 @@ class _File:
     def rows(
         self, names: Sequence[str], progress: Progress, skip: Callable[[bytes], bool] | None = None
     ) -> Iterator[tuple[Any, ...]]:
-        """The values of the named parts, row by row; None where a record lacks a key.
+        """Row by row the line number and the values of the named parts; None where a record lacks a key.
 
         Args:
             skip: tells from the raw line of a record that it need not be parsed.
@@ -414,7 +416,7 @@ class _File:
         with _open(self.path) as file:
             for line in file:
                 progress.line += 1
-                yield line.removeprefix(codecs.BOM_UTF8) if progress.line == 1 else line
+                yield line if progress.line > 1 else line.removeprefix(codecs.BOM_UTF8)
 
     def _record_rows(
         self, columns: Sequence[str | int], progress: Progress, skip: Callable[[bytes], bool] | None
@@ -431,36 +433,35 @@ class _File:
             if not isinstance(record, dict):
                 progress.skip("not a record")
                 continue
-            yield tuple(record.get(column) for column in columns)
+            yield (progress.line, *[record.get(column) for column in columns])
 
     def _delimited_rows(self, indices: Sequence[int], progress: Progress) -> Iterator[tuple[Any, ...]]:
         csv.field_size_limit(1 << 24)  # the default of 128 KiB is less than some published descriptions
         width = len(self.columns)
+        pick = itemgetter(*indices) if len(indices) > 1 else lambda row: (row[indices[0]],)
         lines = (line.decode(self.encoding) for line in self._lines(progress))
         reader = csv.reader(lines, delimiter=self.separator, strict=True)
         begun = not self.has_header
+        last = 0  # the last line of the record before
         while True:
-            start = progress.line + 1
             try:
-                row = next(reader)
-            except StopIteration:
+                for row in reader:
+                    last = progress.line
+                    if len(row) == width and begun:
+                        yield (last, *pick(row))
+                    elif not begun:
+                        begun = bool(row)
+                    elif row:
+                        progress.skip(f"{len(row)} fields where {width} are expected")
                 return
-            except csv.Error as error:
+            except csv.Error as error:  # the reader can go on with the next line
                 if "unexpected end" in str(error) or "field limit" in str(error):
                     raise CrossfedError(
-                        f"{self.path}, line {start}: a quotation mark that opens here or in this record is never closed; "
-                        "correct the line."
+                        f"{self.path}, line {last + 1}: a quotation mark that opens here or in this record is never "
+                        "closed; correct the line."
                     ) from error
                 progress.skip(str(error))
-                continue
-            if not row:
-                continue
-            if not begun:
-                begun = True
-            elif len(row) != width:
-                progress.skip(f"{len(row)} fields where {width} are expected")
-            else:
-                yield tuple(row[index] for index in indices)
+                last = progress.line
 
     def _sheet(self) -> Iterator[tuple[Any, ...]]:
         """Rows of the first sheet, read as a stream."""
@@ -478,14 +479,14 @@ class _File:
         for row in self._sheet():
             progress.line += 1
             if progress.line > 1 and any(cell is not None for cell in row):
-                yield tuple(row[index] if index < len(row) else None for index in indices)
+                yield (progress.line, *[row[index] if index < len(row) else None for index in indices])
 
     def _parquet_rows(self, columns: Sequence[str | int], progress: Progress) -> Iterator[tuple[Any, ...]]:
         names = [self.columns[column - 1] if isinstance(column, int) else column for column in columns]
         for batch in pq.ParquetFile(self.path).iter_batches(batch_size=_BLOCK, columns=list(dict.fromkeys(names))):
             for row in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
                 progress.line += 1
-                yield row
+                yield (progress.line, *row)
 
     def finish(self, progress: Progress) -> None:
         """Refuse a file with too many broken lines, or without rows."""
@@ -643,15 +644,15 @@ def read_table(path: Path, source: Source, texts: Sequence[str], numbers: Sequen
     time_column = _TimeColumn(source.time or _TIMES.get(file.layout))
     checked: list[_NumberColumn | _TimeColumn] = [*number_columns, *(() if by_row else (time_column,))]
     with _told(path, progress):
-        rows = ((progress.line, row) for row in file.rows(names, progress))
+        rows = file.rows(names, progress)
         while block := list(islice(rows, _BLOCK)):
-            columns = list(zip(*(row for _, row in block), strict=True))
+            lines, *columns = zip(*block, strict=True)
             for column, name, values in zip(text_columns, texts, columns, strict=False):
                 try:
                     column.extend(values)
                 except TypeError as error:
                     raise CrossfedError(
-                        f"{path}, lines {block[0][0]} to {block[-1][0]}: {name} holds a list or a record where a single "
+                        f"{path}, lines {lines[0]} to {lines[-1]}: {name} holds a list or a record where a single "
                         "value is expected."
                     ) from error
             for column, name, values in zip(checked, names[len(texts) :], columns[len(texts) :], strict=True):
@@ -659,13 +660,12 @@ def read_table(path: Path, source: Source, texts: Sequence[str], numbers: Sequen
                 try:
                     column.extend(values)
                 except (TypeError, ValueError, OverflowError) as error:
-                    line, row = block[len(column) - before]
-                    value = row[names.index(name)]
+                    row = len(column) - before
                     hint = f" ({error})" if "`time:" in str(error) else ""
                     what = "time" if name == "time" else "number"
                     raise CrossfedError(
-                        f"{path}, line {line}: {value!r} in {file.column(name)!r} is no {what}{hint}; correct the line or "
-                        f"name another column for {name}."
+                        f"{path}, line {lines[row]}: {values[row]!r} in {file.column(name)!r} is no {what}{hint}; "
+                        f"correct the line or name another column for {name}."
                     ) from error
             progress.rows += len(block)
     file.finish(progress)
@@ -706,7 +706,7 @@ def read_items(path: Path, source: Source, fields: Sequence[str], wanted: Contai
     with_field = dict.fromkeys(fields, 0)
     duplicates = 0
     with _told(path, progress):
-        for item, *values in file.rows(["item", *fields], progress, unwanted):
+        for _, item, *values in file.rows(["item", *fields], progress, unwanted):
             progress.rows += 1
             item = str(item).strip()
             if item not in wanted:
