@@ -1,9 +1,9 @@
 """FedCRF: federated cross-domain recommendation with semantic-driven deep knowledge fusion.
 
 Paper
-    Guo et al., arXiv 2604.17681 v2. Domains share neither users nor items; item text is the bridge. In stage "pretrain" the
-    server clusters the item vectors of all domains and every domain adapts the centres to its own items (FGSAT); stage
-    "finetune" is local: two item graphs, one from the pre-trained vectors and one from local ones, enrich the item IDs.
+    Guo et al., arXiv 2604.17681 v2. Domains share neither users nor items; item text is the bridge. In stage "pretrain"
+    the server clusters the item vectors of all domains and every domain adapts the centres to its own items (FGSAT);
+    stage "finetune" is local: two item graphs, from the pre-trained and from local text vectors, enrich the item IDs.
 
     The text version of the paper has lost its equation numbers. They are counted here in the order in which section 3
     displays them, the three steps of K-means included:
@@ -55,18 +55,20 @@ Departures
       (`rounds`, `lr_text`).
 
 Not stated in the paper
-    - φ_emb is linear and starts near an isometry: the directions of largest variance of the domain's own text, rotated as
-      close as possible to one random basis that all domains share (`projection`). The rotation keeps the coordinates of
-      different domains comparable, and spreads the variance evenly, so that the normalisation hardly bends the geometry.
+    - φ_emb is linear and starts near an isometry: the directions of largest variance of the domain's own text, rotated
+      as close as possible to one random basis that all domains share (`projection`). The rotation keeps the coordinates
+      of different domains comparable and evens out their variances, so that Eq. (3) hardly bends the geometry.
     - μ and σ² start at the first round's statistics instead of 0 and 1, and are updated once per round.
     - K-means: a member's weight is 1 / (distance + `cluster_eps`); every round starts from the last round's centres; an
       emptied cluster is re-seeded at the farthest item.
-    - The centres arrive in normalised coordinates; FGSAT maps them back to the domain's own scale before mixing them with t.
+    - The centres arrive in normalised coordinates; FGSAT maps them back to the domain's own scale to mix them with t.
     - Semantic graph: an item is linked to its own secondary centre with weight 1; item-item and centre-centre pairs keep
       their top `fgsat_neighbours` cosines, non-negative; self loops.
+    - A bias that all three scores of Eq. (11) share cancels in the softmax. Each source has its own; that of t′ starts at
+      `own_bias`. Equal shares would make every item of a cluster a near copy of its centre, and the item graph coarse.
     - L_rec is BPR on x_u and x^id + t″/‖t″‖ in "pretrain" and on Eq. (21) in "finetune", with LightGCN's L2 term.
     - f(x_u, ·) = σ(x_uᵀ·), so KL is that of two Bernoulli variables; L_kd of Eq. (23) compares h^pre with h^local.
-    - T^local comes from a second projection. Its graph is refreshed every `refresh_every` epochs and passes no gradient.
+    - T^local comes from a second projection. Its graph is refreshed every `refresh_every` epochs, without gradient.
     - L_con runs over the different positive items of a batch. As printed, its denominator leaves the positive pair out;
       `contrast="infonce"` keeps it.
     - Without the federated stage (`ablation="fed"`) the pre-trained graph is that of the raw text.
@@ -76,7 +78,7 @@ Not stated in the paper
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -85,9 +87,16 @@ import torch
 import torch.nn.functional as F
 from crossfed.methods.parts.graph import bipartite_adjacency, propagate, spmm
 from crossfed.methods.parts.kmeans import WeightedKMeans
-from crossfed.methods.parts.losses import bernoulli_kl, bpr, info_nce, l2_ego
+from crossfed.methods.parts.losses import bernoulli_kl, bpr, l2_ego
 from crossfed.methods.parts.sampling import bpr_epoch
-from crossfed.methods.parts.text_graph import cosine_edges, cosine_graph, effective_rank, neighbour_overlap, top_cosine
+from crossfed.methods.parts.text_graph import (
+    cosine_edges,
+    cosine_graph,
+    effective_rank,
+    neighbour_overlap,
+    row_product,
+    top_cosine,
+)
 from crossfed.platform.seam import (
     SERVER,
     Context,
@@ -114,10 +123,10 @@ EPS = 1e-5  # ε of Eq. (3)
 class Config(MethodConfig):
     """Section 4.5 where not said otherwise; its values for Kitchen-Food are the defaults."""
 
-    dim: int = Setting(64, ge=1, description="d_t")
+    dim: int = Setting(64, ge=1, description="d_t, size of all vectors")
     layers: int = Setting(2, ge=0, description="LightGCN layers")
-    batch_size: int = Setting(1024, ge=2)
-    lr: float = Setting(0.005, gt=0)
+    batch_size: int = Setting(1024, ge=2, description="training pairs per batch")
+    lr: float = Setting(0.005, gt=0, description="learning rate of the ID embeddings")
     lr_text: float = Setting(0.001, gt=0, description="learning rate of projections and FGSAT ◇")
     lr_decay: float = Setting(0.95, gt=0, le=1, description="factor per epoch of the finetune stage ◇")
     l2: float = Setting(1e-4, ge=0, description="weight of LightGCN's L2 term ◇")
@@ -129,9 +138,10 @@ class Config(MethodConfig):
     cluster_eps: float = Setting(1.0, gt=0, description="ε of the K-means weights, in units of t̃ ◇")
     eta: float = Setting(1.0, gt=0, description="η of Eq. (8) ◇")
     residual: bool = Setting(True, description="t′ = t + ReLU(LZW₂) ◇")
+    own_bias: float = Setting(3.0, description="where the score's bias of t′ starts; the centres' start at 0 ◇")
     fgsat_neighbours: int = Setting(10, ge=1, description="N of the semantic graph ◇")
-    lambda_kd: float = Setting(0.2, ge=0)
-    lambda_fa: float = Setting(0.1, ge=0)
+    lambda_kd: float = Setting(0.2, ge=0, description="weight of L_KD in Eq. (15)")
+    lambda_fa: float = Setting(0.1, ge=0, description="weight of L_FA in Eq. (15)")
 
     epochs: int = Setting(60, ge=0, description="epochs of the finetune stage at most ◇")
     patience: int = Setting(5, ge=1, description="epochs without a better validation score ◇")
@@ -140,7 +150,7 @@ class Config(MethodConfig):
     warm_start: bool = Setting(False, description="whether finetune goes on from pretrain's IDs ◇")
     alpha: float = Setting(0.2, ge=0, description="weight of L_con")
     beta: float = Setting(0.2, ge=0, description="weight of L_kd")
-    tau: float = Setting(0.5, gt=0)
+    tau: float = Setting(0.5, gt=0, description="temperature of Eq. (20)")
     contrast: Literal["printed", "infonce"] = Setting("printed", description="denominator of Eq. (20)")
     ablation: Literal["none", "fed", "cl", "fgsat"] = Setting("none", description="row of Table 3")
 
@@ -150,31 +160,36 @@ class IdEncoder(nn.Module):
 
     def __init__(self, n_users: int, n_items: int, dim: int, rng: torch.Generator) -> None:
         super().__init__()
-        self.user = nn.Parameter(nn.init.xavier_uniform_(torch.empty(n_users, dim), generator=rng))
-        self.item = nn.Parameter(nn.init.xavier_uniform_(torch.empty(n_items, dim), generator=rng))
+        user = nn.init.xavier_uniform_(torch.empty(n_users, dim), generator=rng)
+        item = nn.init.xavier_uniform_(torch.empty(n_items, dim), generator=rng)
+        self.n_users, self.table = n_users, nn.Parameter(torch.cat([user, item]))  # one table: no copy per batch
 
     def forward(self, adjacency: Tensor, layers: int) -> tuple[Tensor, Tensor]:
         """The propagated x_u [n_users, dim] and x^id [n_items, dim]."""
-        both = propagate(adjacency, torch.cat([self.user, self.item]), layers)
-        return both[: len(self.user)], both[len(self.user) :]
+        both = propagate(adjacency, self.table, layers)
+        return both[: self.n_users], both[self.n_users :]
+
+    def l2(self, user: Tensor, pos: Tensor, neg: Tensor) -> Tensor:
+        """LightGCN's L2 term on the rows of a batch."""
+        return l2_ego(*self.table[torch.stack([user, pos + self.n_users, neg + self.n_users])])
 
 
 class Fgsat(nn.Module):
-    """W₁, W₂ and the shared linear score of section 3.5. The weights start small: t′ ≈ t."""
+    """W₁, W₂ and the linear score of section 3.5, with one bias per source that starts at `own` for the item itself."""
 
-    def __init__(self, dim: int, rng: torch.Generator) -> None:
+    def __init__(self, dim: int, sources: int, own: float, rng: torch.Generator) -> None:
         super().__init__()
         self.w1 = nn.Parameter(nn.init.xavier_uniform_(torch.empty(dim, dim), generator=rng))
         self.w2 = nn.Parameter(nn.init.xavier_uniform_(torch.empty(dim, dim), generator=rng))
         self.w = nn.Parameter(torch.zeros(dim))
-        self.b = nn.Parameter(torch.zeros(()))
+        self.b = nn.Parameter(torch.tensor([own] + [0.0] * (sources - 1)))
 
 
 def initial_projection(text: Tensor, dim: int, how: str, seed: int = 0) -> Tensor:
     """An orthonormal start for φ_emb. [n_items, width] -> [width, dim].
 
-    "random": a random orthonormal basis R that is the same at every domain. "aligned": the text's principal directions V,
-    rotated by the orthogonal Q that brings VQ closest to R (orthogonal Procrustes), so that domains remain comparable.
+    "random": a random orthonormal basis R that is the same at every domain. "aligned": the text's principal directions
+    V, rotated by the orthogonal Q that brings VQ closest to R (orthogonal Procrustes): domains remain comparable.
     """
     width = text.shape[1]
     if dim > width:
@@ -262,7 +277,7 @@ def semantic_propagation(z: Tensor, edges: Tensor, weights: Tensor, w2: Tensor) 
 
 
 def attention(features: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """Eq. (11): q_i = softmax of score(x) = wᵀx + b over an item's features. [n, f, dim], [dim], [] -> [n, f]."""
+    """Eq. (11): q_i = softmax of score(x) = wᵀx + b over an item's features. [n, f, dim], [dim], [f] -> [n, f]."""
     return torch.softmax(features @ w + b, dim=1)
 
 
@@ -291,14 +306,21 @@ def item_graph(t: Tensor, n: int) -> Tensor:
     return cosine_graph(t, n)
 
 
-def convolve(graph: Tensor, h0: Tensor) -> Tensor:
-    """Eq. (18): H = S̃H₀, with H₀ = x^id. CSR [n, n], [n, dim] -> [n, dim]."""
-    return spmm(graph, h0)
+def convolve(graph: Tensor, h0: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Eq. (18): H = S̃H₀, with H₀ = x^id; all rows, or only some. CSR [n, n], [n, dim], int64 [b] -> [n or b, dim]."""
+    return spmm(graph, h0) if rows is None else row_product(graph, h0, rows)
 
 
 def contrast(local: Tensor, pre: Tensor, tau: float, keep_positive: bool) -> Tensor:
-    """Eq. (19), Eq. (20): L_con, cosine contrast in both directions, as a mean. two [b, dim] -> scalar."""
-    return info_nce(local, pre, tau, keep_positive) + info_nce(pre, local, tau, keep_positive)
+    """Eq. (19), Eq. (20): L_con, cosine contrast in both directions, as a mean. two [b, dim], b > 1 -> scalar.
+
+    Both directions read one similarity matrix, by rows and by columns; it equals two calls of `losses.info_nce`.
+    """
+    similarity = F.normalize(local, dim=1) @ F.normalize(pre, dim=1).T / tau  # [b, b]
+    positive = similarity.diagonal()
+    if not keep_positive:
+        similarity = similarity - torch.diag(torch.full_like(positive, torch.inf))
+    return (similarity.logsumexp(1) + similarity.logsumexp(0) - 2 * positive).mean()
 
 
 def item_vectors(ids: Tensor, text: Tensor, local: Tensor, pre: Tensor) -> Tensor:
@@ -317,7 +339,7 @@ def finetune_loss(rec: Tensor, con: Tensor, kd: Tensor, alpha: float, beta: floa
 
 
 class Domain(nn.Module):
-    """All that a domain owns. Buffers and parameters make up its state, with the optimizer and the local graph's edges."""
+    """All that a domain owns: parameters and buffers, the optimizer, and graphs that are rebuilt or saved with it."""
 
     t_pre: Tensor
     mean: Tensor
@@ -335,7 +357,7 @@ class Domain(nn.Module):
         self.phi = nn.Parameter(start.clone())
         self.phi_local = nn.Parameter(start.clone())
         self.ids = IdEncoder(data.n_users, data.n_items, config.dim, rng)
-        self.fgsat = Fgsat(config.dim, rng)
+        self.fgsat = Fgsat(config.dim, 2 if config.ablation == "fgsat" else 3, config.own_bias, rng)
         self.register_buffer("t_pre", torch.zeros(data.n_items, config.dim))
         self.register_buffer("mean", torch.zeros(config.dim))
         self.register_buffer("variance", torch.ones(config.dim))
@@ -354,7 +376,7 @@ class Domain(nn.Module):
 
     def new_optimizer(self) -> torch.optim.Adam:
         """Adam with the IDs at `lr` and everything that touches text at `lr_text`."""
-        own = [self.ids.user, self.ids.item]
+        own = [self.ids.table]
         text = [self.phi, self.phi_local, *self.fgsat.parameters()]
         return torch.optim.Adam([{"params": own}, {"params": text}], foreach=True)
 
@@ -460,7 +482,7 @@ def adapt(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
             "rec": bpr((u * x[at_pos]).sum(1), (u * x[at_neg]).sum(1)),
             "kd": distillation(u, fused[at_pos], t[at_pos]),
             "fa": alignment(moved[at_pos], fused[at_pos]),
-            "l2": l2_ego(state.ids.user[user], state.ids.item[pos], state.ids.item[neg]),
+            "l2": state.ids.l2(user, pos, neg),
         }
         loss = pretrain_loss(losses["rec"], losses["kd"], losses["fa"], config.lambda_kd, config.lambda_fa)
         _step(state, loss + config.l2 * losses["l2"], losses, total)
@@ -497,20 +519,21 @@ def finetune(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     total: dict[str, float] = {}
     for batch in bpr_epoch(ctx.own, config.batch_size, ctx.rng):
         user, pos, neg = (column.to(state.device) for column in batch)
+        items, where = torch.unique(torch.cat([pos, neg]), return_inverse=True)
+        at_pos, at_neg = where[: len(pos)], where[len(pos) :]
         users, ids = state.ids(state.adjacency, config.layers)
-        local, pre = convolve(state.local_graph, ids), convolve(state.pre_graph, ids)
+        local, pre = (convolve(graph, ids, items) for graph in (state.local_graph, state.pre_graph))
+        x = item_vectors(ids[items], project(state.text[items], state.phi_local), local, pre)
         u = users[user]
-        x_pos = item_vectors(ids[pos], project(state.text[pos], state.phi_local), local[pos], pre[pos])
-        x_neg = item_vectors(ids[neg], project(state.text[neg], state.phi_local), local[neg], pre[neg])
-        losses = {"rec": bpr((u * x_pos).sum(1), (u * x_neg).sum(1))}
-        items = torch.unique(pos)
+        bought = torch.unique(at_pos)
         con = u.new_zeros(())
-        if config.ablation != "cl" and len(items) > 1:
-            con = contrast(local[items], pre[items], config.tau, config.contrast == "infonce")
-        losses |= {
+        if config.ablation != "cl" and len(bought) > 1:
+            con = contrast(local[bought], pre[bought], config.tau, config.contrast == "infonce")
+        losses = {
+            "rec": bpr((u * x[at_pos]).sum(1), (u * x[at_neg]).sum(1)),
             "con": con,
-            "kd": distillation(u, pre[pos], local[pos]),
-            "l2": l2_ego(state.ids.user[user], state.ids.item[pos], state.ids.item[neg]),
+            "kd": distillation(u, pre[at_pos], local[at_pos]),
+            "l2": state.ids.l2(user, pos, neg),
         }
         loss = finetune_loss(losses["rec"], losses["con"], losses["kd"], config.alpha, config.beta)
         _step(state, loss + config.l2 * losses["l2"], losses, total)
@@ -584,7 +607,7 @@ def load_state_dict(state: Domain | Server, saved: Mapping[str, Any]) -> None:
     if "local_graph" in saved:
         graph, n = saved["local_graph"], state.data.n_items
         parts = [torch.as_tensor(graph[key]).to(state.device) for key in ("rows", "cols", "values")]
-        state.local_graph = torch.sparse_csr_tensor(*parts, size=(n, n))
+        state.local_graph = torch.sparse_csr_tensor(*parts, size=(n, n), check_invariants=True)
     if state.tuning:
         state.build_pre_graph()
 

@@ -1,6 +1,6 @@
 """K-means whose centres are weighted means, as a scikit-learn estimator.
 
-The three steps are functions of their own, so that each can be tested alone: `initial_centres`, `assign`, `weighted_means`.
+The steps are functions of their own, so that each can be tested alone: `initial_centres`, `assign`, `weighted_means`.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def weighted_means(x: Floats, labels: Labels, weights: Floats, centres: Floats) 
 class WeightedKMeans(ClusterMixin, BaseEstimator):  # type: ignore[misc]
     """Lloyd's iteration with distance-weighted centres.
 
-    With `weighting="inverse_distance"` a member at distance δ of its centre counts 1 / (δ + eps) in the new centre, so a
-    centre moves towards the spatial median of its cluster and outliers matter less. `weighting="uniform"` is plain K-means.
+    With `weighting="inverse_distance"` a member at distance δ of its centre counts 1 / (δ + eps) in the new centre: the
+    centre moves towards the spatial median of its cluster, outliers matter less. `weighting="uniform"` is plain K-means.
 
     A cluster that lost all members is re-seeded at the row farthest from its own centre (the next one gets the second
     farthest, and so on), which leaves its old cluster.
@@ -83,8 +83,8 @@ class WeightedKMeans(ClusterMixin, BaseEstimator):  # type: ignore[misc]
         random_state: seed, RandomState or None; used for `init="random"` only.
 
     Attributes:
-        cluster_centers_: [n_clusters, d]; labels_: int64 [n], the nearest of these centres; inertia_: Σ weight · distance²;
-        n_iter_: iterations done; n_features_in_: d.
+        cluster_centers_: [n_clusters, d]; labels_: int64 [n], the nearest of these centres; inertia_: Σ weight ·
+        distance²; n_iter_: iterations done; n_features_in_: d.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class WeightedKMeans(ClusterMixin, BaseEstimator):  # type: ignore[misc]
 
         limit = self.tol * float(x.std(axis=0).mean())
         labels, distances = assign(x, centres)
-        for iteration in range(1, self.max_iter + 1):
+        for self.n_iter_ in range(1, self.max_iter + 1):  # noqa: B007
             labels, distances, centres = _reseed_empty(x, labels, distances, centres)
             weights = base * inverse_distance(distances, self.eps) if self.weighting == "inverse_distance" else base
             moved = weighted_means(x, labels, weights, centres)
@@ -140,7 +140,6 @@ class WeightedKMeans(ClusterMixin, BaseEstimator):  # type: ignore[misc]
             settled = self.weighting == "uniform" and np.array_equal(before, labels)
             if shift <= limit or settled:
                 break
-        self.n_iter_ = iteration
         self.cluster_centers_ = centres
         self.labels_ = labels
         self.inertia_ = float((base * distances**2).sum())

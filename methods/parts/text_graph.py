@@ -55,6 +55,26 @@ def cosine_graph(x: torch.Tensor, n: int) -> torch.Tensor:
     return symmetric_adjacency(len(x), rows, cols, weights)
 
 
+def row_product(graph: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of `graph @ x`, without computing the others. Gradient flows to x only.
+
+    Args:
+        graph: CSR [m, m], a constant.
+        x: [m, d].
+        rows: int64 [b].
+
+    Returns:
+        [b, d].
+    """
+    pointer = graph.crow_indices().long()
+    start, count = pointer[rows], pointer[rows + 1] - pointer[rows]
+    offsets = count.cumsum(0) - count
+    entries = torch.arange(int(count.sum()), device=x.device) + (start - offsets).repeat_interleave(count)
+    return F.embedding_bag(
+        graph.col_indices()[entries].long(), x, offsets, mode="sum", per_sample_weights=graph.values()[entries]
+    )
+
+
 def neighbour_overlap(a: torch.Tensor, b: torch.Tensor) -> float:
     """Mean share of a row's neighbours that two neighbour tables have in common, in 0 … 1.
 
@@ -71,7 +91,7 @@ def neighbour_overlap(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def effective_rank(x: torch.Tensor) -> float:
-    """exp of the entropy of the normalised singular values of the centred rows (Roy & Vetterli 2007). [m, d] -> 1 … d."""
+    """exp of the entropy of the centred rows' normalised singular values (Roy & Vetterli 2007). [m, d] -> 1 … d."""
     centred = (x.detach() - x.detach().mean(0)).double()
     values = torch.linalg.eigvalsh(centred.T @ centred).clamp(min=0.0).sqrt()
     share = values / values.sum().clamp(min=torch.finfo(torch.float64).tiny)
