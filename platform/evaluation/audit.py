@@ -92,10 +92,8 @@ def _similar(unit: torch.Tensor, targets: npt.NDArray[np.int64], k: int) -> npt.
     rows = torch.arange(len(targets))
     index = torch.from_numpy(targets)
     scores = unit[index] @ unit.T
-    state = torch.zeros(scores.shape, dtype=torch.uint8)
-    scores[rows, index] = -torch.inf
-    state[rows, index] = 2
-    return top_k(scores, state, None, k)[0]
+    scores[rows, index] = -torch.inf  # last, and k is less than the number of items
+    return top_k(scores, torch.zeros(scores.shape, dtype=torch.uint8), None, k)[0]
 
 
 def _pattern(columns: npt.NDArray[np.int64], width: int) -> sparse.csr_array:
