@@ -9,12 +9,16 @@ import sys
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from crossfed.platform.seam import CrossfedError, Scope
 from rich.console import Console
 from rich.table import Table
+
+from crossfed.platform.seam import CrossfedError, Scope
+
+if TYPE_CHECKING:
+    from crossfed.platform.data.store import PreparedData
 
 app = typer.Typer(
     name="crossfed",
@@ -205,17 +209,29 @@ def prepare(
     """Turn source files into a prepared data directory: Parquet per domain and a manifest."""
     from crossfed.platform.data.prepare import prepare as prepare_data
 
-    _stats_table(prepare_data(spec, out, sources=sources))
+    _stats_table(prepare_data(spec, out, sources=sources, report=typer.echo))
 
 
 @data_app.command()
-def specs() -> None:
-    """List the specs that ship, with the public files they need."""
-    from crossfed.platform.data.prepare import shipped_specs
+def specs(name: Annotated[str | None, typer.Argument(help="Print one spec, to copy and change.")] = None) -> None:
+    """List the specs that ship, with the public files they need and where those are published."""
+    from crossfed.platform.data.prepare import load_spec, shipped
+    from crossfed.platform.discovery import nearest
 
-    console = Console()
-    for name, text in shipped_specs().items():
-        console.print(f"[bold]{name}[/]  {text}", highlight=False)
+    paths = shipped()
+    if name is not None:
+        if name not in paths:
+            raise CrossfedError(f"There is no shipped spec {name!r}{nearest(name, paths)}")
+        typer.echo(paths[name].read_text(encoding="utf-8"), nl=False)
+        return
+    console = Console(highlight=False)
+    for key in paths:
+        spec = load_spec(key)
+        console.print(f"[bold]{key}[/]  {spec.description}")
+        for source in dict.fromkeys(
+            s for domain in spec.domains.values() for s in (domain.interactions, *domain.items)
+        ):
+            console.print(f"  {source.path}  [dim]{source.published or ''}[/]")
 
 
 @data_app.command()
@@ -226,16 +242,21 @@ def stats(directory: Annotated[Path, typer.Argument(help="A prepared data direct
     _stats_table(PreparedData.open(directory))
 
 
-def _stats_table(prepared: Any) -> None:
-    from crossfed.platform.data.stats import table
+def _stats_table(prepared: PreparedData) -> None:
+    from crossfed.platform.data.stats import overlaps, table
 
-    rows = table(prepared)
+    console = Console(highlight=False)
     shown = Table(title=f"{prepared.path.name}{' (synthetic)' if prepared.synthetic else ''}", title_justify="left")
-    for column in rows[0]:
+    for column in ("domain", "users", "items", "interactions", "avg. length", "density", "items without text"):
         shown.add_column(column, justify="left" if column == "domain" else "right")
-    for row in rows:
-        shown.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
-    Console().print(shown)
+    for row in table(prepared):
+        shown.add_row(
+            row.domain, f"{row.users:,}", f"{row.items:,}", f"{row.interactions:,}",
+            f"{row.average_length:.2f}", f"{row.density:.4%}", f"{row.items_without_text:,}",
+        )  # fmt: skip
+    console.print(shown)
+    for shared in overlaps(prepared):
+        console.print(f"users in {' and '.join(shared.domains)}: {shared.users:,} ({shared.ratio:.1%} of all in them)")
 
 
 @data_app.command()

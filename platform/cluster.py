@@ -12,9 +12,10 @@ from typing import Any
 
 import ray
 import torch
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
 from crossfed.platform.config import Resources
 from crossfed.platform.seam import SERVER, CrossfedError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
+
 from crossfed.platform.discovery import find_method, method_file, nearest
 from crossfed.platform.evaluation.metrics import metric_name
 from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.seam import CrossfedError, Method, MethodConfig
 from crossfed.platform.tracking import TrackingSettings
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
 
 class Settings(BaseModel):
@@ -241,7 +242,7 @@ def build(
     Raises:
         CrossfedError: an unknown key, a wrong type or an impossible value, named with what is allowed.
     """
-    where, raw = "run", {"method": method}
+    where, raw = "run", dict[str, Any](method=method)
     if method.endswith((".yaml", ".yml")):
         where, raw = method, _read_yaml(Path(method))
         if not isinstance(raw.get("method"), str):
@@ -252,7 +253,7 @@ def build(
     presets = shipped.get("presets", {})
     if preset is not None and preset not in presets:
         raise CrossfedError(f"{found.name} has no preset {preset!r}{nearest(str(preset), presets)}")
-    own = {**shipped.get("config", {}), **presets.get(preset, {}), **(raw.get("config") or {})}
+    own: dict[str, Any] = {**shipped.get("config", {}), **presets.get(preset, {}), **(raw.get("config") or {})}
     raw = {**raw, "preset": preset}
     for key, value in (values or {}).items():
         if value is not None:

@@ -12,22 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from crossfed.platform import cluster
-from crossfed.platform.nodes import Node, NodeLost, Plan, Sent
-from crossfed.platform.seam import SERVER, CrossfedError, Payload
+import torch
 from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from crossfed.platform import cluster
+from crossfed.platform.nodes import Node, NodeLost, Plan, Sent
+from crossfed.platform.seam import SERVER, CrossfedError, Payload
 
-def _fetch(inbox: Mapping[str, ray.ObjectRef]) -> dict[str, Payload]:
+Ref = Any
+"""An object reference; Ray's own annotation has no useful type argument for a payload."""
+
+
+def _fetch(inbox: Mapping[str, Ref]) -> dict[str, Payload]:
     """The payloads behind the references; Ray's arrays are read-only already."""
     return dict(zip(inbox, ray.get(list(inbox.values())), strict=True))
 
 
-def _put(send: Mapping[str, Payload]) -> dict[str, ray.ObjectRef]:
+def _put(send: Mapping[str, Payload]) -> dict[str, Ref]:
     """References to the payloads; one that goes to several receivers is stored once."""
-    stored: dict[int, ray.ObjectRef] = {}
+    stored: dict[int, Ref] = {}
     for payload in send.values():
         if id(payload) not in stored:
             stored[id(payload)] = ray.put(dict(payload))
@@ -51,14 +56,14 @@ class NodeActor:
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.node, method)(*args)
 
-    def run_phase(self, stage: int, part: str, phase: int, round: int, inbox: Mapping[str, ray.ObjectRef]) -> Sent:
+    def run_phase(self, stage: int, part: str, phase: int, round: int, inbox: Mapping[str, Ref]) -> Sent:
         send, rows, metrics = self.node.run_phase(stage, part, phase, round, _fetch(inbox))
         return Sent(_put(send), rows, metrics)
 
-    def save(self, folder: Path, inbox: Mapping[str, ray.ObjectRef]) -> None:
+    def save(self, folder: Path, inbox: Mapping[str, Ref]) -> None:
         self.node.save(folder, _fetch(inbox))
 
-    def load_state(self, folder: Path) -> dict[str, ray.ObjectRef]:
+    def load_state(self, folder: Path) -> dict[str, Ref]:
         return _put(self.node.load_state(folder))
 
     def where(self) -> dict[str, Any]:
@@ -103,7 +108,7 @@ class RayNodes:
         sizes = self.each("prepare", dict.fromkeys(self.actors, ()))
         self.each("connect", dict.fromkeys(self.actors, (sizes,)))
 
-    def _gather(self, refs: Mapping[str, ray.ObjectRef]) -> dict[str, Any]:
+    def _gather(self, refs: Mapping[str, Ref]) -> dict[str, Any]:
         """Results by node.
 
         Raises:

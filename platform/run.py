@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import importlib.metadata
 import json
 import re
@@ -23,6 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import torch
+from safetensors.torch import load_file
+
 from crossfed.platform.artifacts import ArtifactStore, default_root
 from crossfed.platform.checkpoint import write_json
 from crossfed.platform.config import RunConfig, build
@@ -34,7 +37,6 @@ from crossfed.platform.report import figures
 from crossfed.platform.rounds import Round, Rounds
 from crossfed.platform.seam import CrossfedError, Direction
 from crossfed.platform.tracking import DatasetInput, Tracker
-from safetensors.torch import load_file
 
 Finish = Callable[[Plan, Nodes], Mapping[str, Measured]]
 """What runs on the selected state before the nodes end: `evaluation.final.test_once` from the command line."""
@@ -225,13 +227,8 @@ def _encode(plan: Plan, data: PreparedData, view: Progress) -> float:
     began, text, store = time.perf_counter(), plan.config.text, ArtifactStore(plan.cache)
     hits = []
     for name in plan.domains:
-        _, vectors, hit = store.ensure_text(
-            data.item_texts(name),
-            text.encoder,
-            text.missing,
-            name,
-            lambda done, total, name=name: view.encoding(name, done, total),
-        )
+        told = functools.partial(view.encoding, name)
+        _, vectors, hit = store.ensure_text(data.item_texts(name), text.encoder, text.missing, name, told)
         hits.append(f"{name} {len(vectors)} × {vectors.shape[1]}{' (cached)' if hit else ''}")
     view.note(f"text       {text.encoder}: {', '.join(hits)}")
     return time.perf_counter() - began
@@ -397,7 +394,11 @@ def _summary(view: Progress, config: RunConfig, result: dict[str, Any]) -> None:
     view.finish(
         [
             SummaryRow(
-                name, short(row["validation"]), short(row.get("test", {})), result["protocol"], result["candidates"][name]
+                name,
+                short(row["validation"]),
+                short(row.get("test", {})),
+                result["protocol"],
+                result["candidates"][name],
             )
             for name, row in result["domains"].items()
         ]

@@ -108,7 +108,9 @@ X_PEER = Field("x", Direction.PEER, ("dim",), "the vector")
 STAR = frozenset({Direction.UP, Direction.DOWN})
 ROUND = (Phase(upload), Phase(average, "server"), Phase(adopt))
 
-AVERAGE = _method("average", lambda c: (Stage("mean", c.rounds, ROUND, edges=STAR, patience=c.patience),), (X_UP, X_DOWN))
+AVERAGE = _method(
+    "average", lambda c: (Stage("mean", c.rounds, ROUND, edges=STAR, patience=c.patience),), (X_UP, X_DOWN)
+)
 TWO_STAGES = _method(
     "two_stages",
     lambda c: (

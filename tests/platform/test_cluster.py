@@ -38,10 +38,26 @@ def test_configured_shares_are_kept() -> None:
 @pytest.mark.parametrize(
     ("resources", "machines", "words"),
     [
-        (Resources(gpus_per_domain=1), [machine(8, 2)], r"needs 3 GPUs \(books 1, films 1, games 1\) but the cluster has 2: 1 short"),
-        (Resources(cpus_per_domain=2), [machine(4)], r"needs 7 CPUs .* has 4: 3 short; lower resources.cpus_per_domain"),
-        (Resources(cpus_per_domain=3), [machine(2)] * 6, r"books asks for 3 CPUs on one machine, but the largest has 2"),
-        (Resources(gpus_per_domain=1.5), [machine(8, 8)], r"books asks for 1.5 GPUs; Ray gives a fraction below 1 or a whole"),
+        (
+            Resources(gpus_per_domain=1),
+            [machine(8, 2)],
+            r"needs 3 GPUs \(books 1, films 1, games 1\) .* has 2: 1 short",
+        ),
+        (
+            Resources(cpus_per_domain=2),
+            [machine(4)],
+            r"needs 7 CPUs .* has 4: 3 short; lower resources.cpus_per_domain",
+        ),
+        (
+            Resources(cpus_per_domain=3),
+            [machine(2)] * 6,
+            r"books asks for 3 CPUs on one machine, but the largest has 2",
+        ),
+        (
+            Resources(gpus_per_domain=1.5),
+            [machine(8, 8)],
+            r"books asks for 1.5 GPUs; Ray gives a fraction below 1 or a whole",
+        ),
     ],
 )
 def test_the_preflight_says_what_is_short(resources: Resources, machines: list[dict], words: str) -> None:
@@ -100,7 +116,9 @@ def test_actors_reserve_invented_gpus_and_the_server_none(shops: Path, tmp_path:
     lines = done.stdout.splitlines()
     placement = json.loads(lines[0])
     assert placement[SERVER]["gpu_ids"] == [] and placement[SERVER]["gpus"] == 0
-    assert all(len(placement[name]["gpu_ids"]) == 1 and placement[name]["gpus"] == 0.5 for name in ("books", "films", "games"))
+    assert all(
+        len(placement[name]["gpu_ids"]) == 1 and placement[name]["gpus"] == 0.5 for name in ("books", "films", "games")
+    )
     assert {placement[name]["device"] for name in placement} == {"cpu"}
     assert "needs 3 GPUs (books 1, films 1, games 1) but the cluster has 2: 1 short" in lines[1]
     if not torch.cuda.is_available():

@@ -45,7 +45,15 @@ def test_the_hash_covers_what_changes_numbers_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-3", 0.001), ("3", 3), ("true", True), ("[5, 10]", [5, 10]), ("null", None), ("inf", float("inf")), ("word", "word")],
+    [
+        ("1e-3", 0.001),
+        ("3", 3),
+        ("true", True),
+        ("[5, 10]", [5, 10]),
+        ("null", None),
+        ("inf", float("inf")),
+        ("word", "word"),
+    ],
 )
 def test_values_of_set(text: str, value: object) -> None:
     assert parse_value(text) == value

@@ -121,7 +121,9 @@ def test_a_killed_actor_brings_the_run_back_to_the_last_round(shops: Path, tmp_p
     never, died = tmp_path / "never", tmp_path / "died"
     never.touch()
     calm = run_federation(config("DIES_ONCE", shops, tmp_path / "calm", f"marker={never}"), finish=final_test)
-    hit = run_federation(config("DIES_ONCE", shops, tmp_path / "hit", f"marker={died}", backend="ray"), finish=final_test)
+    hit = run_federation(
+        config("DIES_ONCE", shops, tmp_path / "hit", f"marker={died}", backend="ray"), finish=final_test
+    )
     assert died.exists() and hit.result["restarts"] == 1
     assert {**comparable(hit.result), "config_hash": ""} == {**comparable(calm.result), "config_hash": ""}
 
@@ -129,14 +131,19 @@ def test_a_killed_actor_brings_the_run_back_to_the_last_round(shops: Path, tmp_p
 def test_seed_changes_and_repeats_numbers(shops: Path, tmp_path: Path) -> None:
     one, again, other = (run_federation(config("AVERAGE", shops, tmp_path, seed=seed)) for seed in (1, 1, 2))
     assert history(one.run_dir) == history(again.run_dir)
-    assert history(one.run_dir)[0]["metrics"]["train/books/noise"] != history(other.run_dir)[0]["metrics"]["train/books/noise"]
+    assert (
+        history(one.run_dir)[0]["metrics"]["train/books/noise"]
+        != history(other.run_dir)[0]["metrics"]["train/books/noise"]
+    )
 
 
 def test_a_local_stage_keeps_each_domain_at_its_own_best(shops: Path, tmp_path: Path) -> None:
     done = run_federation(config("TWO_STAGES", shops, tmp_path, "patience=2"))
     rows = [row for row in history(done.run_dir) if row["stage"] == "drift"]
     for name, domain in done.result["domains"].items():
-        curve = [row["metrics"][f"val/{name}/recall_at_20"] for row in rows if f"val/{name}/recall_at_20" in row["metrics"]]
+        curve = [
+            row["metrics"][f"val/{name}/recall_at_20"] for row in rows if f"val/{name}/recall_at_20" in row["metrics"]
+        ]
         best = int(np.argmax(curve))
         assert domain["selected"]["round"] == best + 1
         assert domain["validation"]["recall_at_20"] == curve[best]
@@ -212,7 +219,7 @@ def test_a_full_disk_leaves_the_last_round(shops: Path, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(checkpoint, "save_file", full)
     broken: list[Path] = []
-    with pytest.raises(CrossfedError, match="cannot be written .*No space left"):
+    with pytest.raises(CrossfedError, match=r"cannot be written .*No space left"):
         run_federation(config("AVERAGE", shops, tmp_path / "broken"), started=broken.append)
     monkeypatch.setattr(checkpoint, "save_file", original)
     resumed = run_federation(stored_config(broken[0]), resume=broken[0])

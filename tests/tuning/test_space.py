@@ -39,7 +39,9 @@ def test_a_wrong_entry_is_named(entry: dict[str, Any], words: str) -> None:
 
 
 def test_samples_stay_inside_and_repeat_with_the_sampler_seed() -> None:
-    found = space("lightgcn", {"lr": {"low": 1e-4, "high": 1e-1, "log": True}, "layers": {"low": 1, "high": 4, "int": True}})
+    found = space(
+        "lightgcn", {"lr": {"low": 1e-4, "high": 1e-1, "log": True}, "layers": {"low": 1, "high": 4, "int": True}}
+    )
 
     def draw() -> list[dict[str, Any]]:
         study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=3))

@@ -1,0 +1,151 @@
+"""What every method must have and keep: three files, a docstring in the house's order, tested equations, exact state."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from crossfed.platform.config import RunConfig, build
+from crossfed.platform.discovery import find_method, method_file, method_names
+from crossfed.platform.nodes import InProcess
+from crossfed.platform.rounds import check_method
+from crossfed.platform.run import load_scorer, run_federation, stored_config
+from crossfed.platform.seam import Direction, MethodConfig, Scope
+from crossfed.tuning.space import space
+
+ROOT = Path(__file__).resolve().parents[2]
+METHODS = method_names()
+SMALL: dict[str, tuple[str, ...]] = {
+    "fedcrf": ("K=4", "dim=8", "rounds=2", "epochs=2", "batch_size=64"),
+    "lightgcn": ("dim=8", "epochs=3", "batch_size=64"),
+}
+"""Sizes at which a method runs in a second; the only place in the tests that lists methods."""
+
+
+def small(name: str, shops: Path, out: Path, *sets: str, backend: str = "inprocess") -> RunConfig:
+    return build(
+        name,
+        sets=[*SMALL.get(name, ()), "text.encoder=hashing:32", *sets],
+        values={"data": shops, "out": out, "backend": backend, "tracking.enabled": False},
+    )
+
+
+def numbers(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: result[key] for key in ("domains", "bytes", "candidates")}
+
+
+def test_there_are_methods() -> None:
+    assert {"fedcrf", "lightgcn"} <= set(METHODS)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_three_files(name: str) -> None:
+    for file in (f"methods/{name}.py", f"methods/configs/{name}.yaml", f"tests/methods/test_{name}.py"):
+        assert (ROOT / file).is_file(), f"{name} lacks {file}"
+    stray = {path.stem for path in (ROOT / "methods/configs").glob("*.yaml")} - set(METHODS)
+    assert not stray, f"configurations without a method: {stray}"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_docstring_follows_the_house(name: str) -> None:
+    doc = importlib.import_module(f"crossfed.methods.{name}").__doc__ or ""
+    headings = ["Paper", "Notation", "What crosses", "Departures", "Not stated in the paper"]
+    places = [re.search(rf"^{heading}$", doc, re.MULTILINE) for heading in headings]
+    assert all(places), [h for h, place in zip(headings, places, strict=True) if not place]
+    starts = [place.start() for place in places if place]
+    assert starts == sorted(starts)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_cited_equation_occurs_in_the_methods_test(name: str) -> None:
+    cite = re.compile(r"Eq\. \((\d+)\)")
+    source = (ROOT / f"methods/{name}.py").read_text()
+    functions = re.findall(r'"""Eq\. \((\d+)\)', source)
+    tested = set(cite.findall((ROOT / f"tests/methods/test_{name}.py").read_text()))
+    assert functions, "no function cites the equation it is"
+    assert set(functions) <= tested, f"cited but not tested: {sorted(set(functions) - tested, key=int)}"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_its_yaml_builds_with_every_preset_and_its_space_is_valid(name: str) -> None:
+    shipped = method_file(name)
+    assert set(shipped) <= {"config", "presets", "search"}
+    for preset in [None, *shipped.get("presets", {})]:
+        config = build(name, preset=preset)
+        check_method(config.resolved, config.method_config())
+    assert space(name)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_its_declarations_are_told(name: str) -> None:
+    method = find_method(name)
+    assert method.name == name and method.title and method.paper
+    assert issubclass(method.Config, MethodConfig)
+    assert all(info.description for info in method.Config.model_fields.values())
+    assert all(field.meaning for field in method.fields)
+    assert (method.scope == Scope.LOCAL) == (not method.fields)
+    edges = {edge for stage in method.stages(method.Config()) for edge in stage.edges}
+    assert edges == {Direction(field.direction) for field in method.fields}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_only_users_shapes_are_declared_as_such(name: str) -> None:
+    """None of the methods sends anything that grows with its users."""
+    assert not any("n_users" in (field.shape or ()) for field in find_method(name).fields)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_resumed_equals_uninterrupted(name: str, shops: Path, tmp_path: Path) -> None:
+    straight = run_federation(small(name, shops, tmp_path / "straight"))
+
+    class Stop(Exception):
+        pass
+
+    for after in (1, 2, 3):
+        broken: list[Path] = []
+
+        def stop(row: Any, after: int = after) -> None:
+            if row.step == after:
+                raise Stop
+
+        with pytest.raises(Stop):
+            run_federation(small(name, shops, tmp_path / "broken"), on_round=stop, started=broken.append)
+        resumed = run_federation(stored_config(broken[0]), resume=broken[0])
+        assert numbers(resumed.result) == numbers(straight.result)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_in_process_equals_ray(name: str, shops: Path, tmp_path: Path, ray_cluster: None) -> None:
+    runs = [run_federation(small(name, shops, tmp_path / b, backend=b)) for b in ("inprocess", "ray")]
+    assert numbers(runs[0].result) == numbers(runs[1].result)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_exported_model_scores_like_the_live_one(name: str, shops: Path, tmp_path: Path) -> None:
+    live: dict[str, torch.Tensor] = {}
+    users = np.array([0, 5, 29])
+
+    def look(plan: Any, nodes: InProcess) -> dict[str, Any]:
+        for domain, node in nodes.nodes.items():
+            if node.data is not None:
+                live[domain] = node.method.score(node.state, users).detach().clone()
+        return {}
+
+    done = run_federation(small(name, shops, tmp_path), finish=look)
+    assert set(live) == {"books", "films", "games"}
+    for domain, scores in live.items():
+        served = load_scorer(done.run_dir, domain)(users)
+        assert served.shape == (3, {"books": 30, "films": 25, "games": 35}[domain])
+        torch.testing.assert_close(served, scores, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_seeds_matter(name: str, shops: Path, tmp_path: Path) -> None:
+    one, two = (run_federation(small(name, shops, tmp_path, f"seed={seed}")) for seed in (1, 2))
+    assert one.result["domains"]["books"]["validation"] != two.result["domains"]["books"]["validation"]

@@ -1,0 +1,71 @@
+"""The package as it is installed: every folder listed, nothing that shadows the standard library, rooms that hold."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = ("platform", "methods", "tuning")
+
+
+def listed() -> list[str]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+
+
+def test_every_folder_with_code_is_a_listed_package() -> None:
+    folders = {
+        "crossfed." + ".".join(path.parent.relative_to(ROOT).parts)
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in (".py", ".yaml") and "__pycache__" not in path.parts
+    }
+    assert folders == set(listed())
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_are_namespace_packages(room: str) -> None:
+    """`platform/__init__.py` would replace the standard library's module for everything started from the root."""
+    assert not (ROOT / room / "__init__.py").exists()
+
+
+def test_the_standard_librarys_platform_wins_at_the_root() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import platform; print(platform.__file__)"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "crossfed" not in done.stdout and not done.stdout.startswith(str(ROOT / "platform"))
+
+
+def test_the_wheel_holds_every_module_and_data_file(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    (wheel,) = tmp_path.glob("*.whl")
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    expected = {
+        f"crossfed/{path.relative_to(ROOT)}"
+        for room in ROOMS
+        for path in (ROOT / room).rglob("*")
+        if path.suffix in (".py", ".yaml") and "__pycache__" not in path.parts
+    }
+    assert expected <= inside, expected - inside
+    assert not any(name.startswith(("platform/", "methods/", "tuning/", "tests/")) for name in inside)
+
+
+@pytest.mark.parametrize(
+    "module", ["crossfed.platform.cli", "crossfed.platform.run", "crossfed.platform.nodes", "crossfed.platform.config"]
+)
+def test_importing_the_platform_starts_neither_ray_nor_mlflow(module: str) -> None:
+    code = f"import sys, {module}; print([name for name in ('ray', 'mlflow', 'sentence_transformers') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
