@@ -39,7 +39,7 @@ VERSION = 1
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "small": {"domains": 3, "users": 800, "items": 400, "interactions_per_user": 12.0, "overlap": 0.0},
+        "small": {"domains": 3, "users": 700, "items": 500, "interactions_per_user": 9.0, "overlap": 0.0},
         "medium": {"domains": 3, "users": 20_000, "items": 10_000, "interactions_per_user": 12.0, "overlap": 0.1},
         # The sizes of Amazon Book–Movie in P2P-IAGR's Table 4, with its 18,031 shared users.
         "large": {
@@ -59,8 +59,11 @@ Floats = npt.NDArray[np.float64]
 
 _TASTES = 24
 _TASTE_WIDTH, _TYPE_WIDTH = 8, 4
-_TASTE_STRENGTH, _TYPE_STRENGTH = 2.0, 1.2
+_TASTE_STRENGTH, _TYPE_STRENGTH = 2.4, 1.2
 _FAVOURITES, _LOOSE = (0.7, 0.2), 0.1
+"""How often an item's attribute has its taste's first and second choice, and how often any value."""
+_SKEW = 0.8
+"""Exponent of the popularity."""
 _LEAST = 5
 """Interactions of the least active user."""
 _USERS_AT_ONCE, _ITEMS_AT_ONCE = 8_192, 16_384
@@ -177,9 +180,9 @@ _TEMPLATES = (
 def generate(
     out: Path,
     domains: int | Sequence[str] = 3,
-    users: int | Sequence[int] = 800,
-    items: int | Sequence[int] = 400,
-    interactions_per_user: float | Sequence[float] = 12.0,
+    users: int | Sequence[int] = 700,
+    items: int | Sequence[int] = 500,
+    interactions_per_user: float | Sequence[float] = 9.0,
     overlap: float = 0.0,
     seed: int = 0,
 ) -> PreparedData:
@@ -413,7 +416,7 @@ class _Catalogue:
         taste = rng.choice(_TASTES, n_items, p=rng.dirichlet(np.full(_TASTES, 3.0)))
         type_weights = rng.permutation(1.0 / (np.arange(n_types) + 3.0))
         kind = rng.choice(n_types, n_items, p=type_weights / type_weights.sum())
-        popularity = rng.permutation((np.arange(n_items) + 1.0 + 0.02 * n_items) ** -0.9)
+        popularity = rng.permutation((np.arange(n_items) + 1.0 + 0.02 * n_items) ** -_SKEW)
         cell = taste * n_types + kind
         by_cell = np.argsort(cell, kind="stable")
         below = np.concatenate([[0.0], np.cumsum(popularity[by_cell])])

@@ -215,17 +215,24 @@ def _hashing_width(spec: str) -> int:
 
 
 _BUCKETS = 1 << 18
+_PER_BUCKET = 8
+"""Columns of the projection that a hashed word touches."""
 
 
 @lru_cache(maxsize=4)
 def _projection(width: int) -> Any:
-    """The projection from `_BUCKETS` to `width` columns; the same whenever and wherever it is made."""
-    from scipy.sparse import csr_matrix
-    from sklearn.random_projection import SparseRandomProjection
+    """Sparse random projection [_BUCKETS, width] with entries ±1; the same whenever and wherever it is made.
 
-    # Eight expected non-zeros per hashed column: fewer would let some words vanish, more only cost time.
-    projection = SparseRandomProjection(width, density=min(1.0, 8 / width), dense_output=True, random_state=0)
-    return projection.fit(csr_matrix((1, _BUCKETS), dtype=np.float32))
+    scikit-learn's SparseRandomProjection takes seconds to draw this, and its numbers are not promised to stay the same;
+    the raw stream of a bit generator is.
+    """
+    from scipy.sparse import csr_matrix
+
+    raw = np.random.PCG64(0).random_raw(_BUCKETS * _PER_BUCKET)
+    columns = ((raw & np.uint64(0xFFFFFFFF)) % np.uint64(width)).astype(np.int32)
+    signs = np.where(raw >> np.uint64(63), 1.0, -1.0).astype(np.float32)
+    rows = np.arange(0, len(raw) + 1, _PER_BUCKET, dtype=np.int32)
+    return csr_matrix((signs, columns, rows), shape=(_BUCKETS, width))
 
 
 class _HashingEncoder:
@@ -256,7 +263,9 @@ class _HashingEncoder:
         vectors = np.empty((len(texts), self.width), np.float32)
         for start in range(0, len(texts), self._BLOCK):
             block = texts[start : start + self._BLOCK]
-            vectors[start : start + len(block)] = normalize(_projection(self.width).transform(words.transform(block)))
+            vectors[start : start + len(block)] = normalize(
+                (words.transform(block) @ _projection(self.width)).toarray()
+            )
             if progress:
                 progress(start + len(block), len(texts))
         return vectors
