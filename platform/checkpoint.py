@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from crossfed.platform.seam import CrossfedError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from crossfed.platform.seam import CrossfedError
 
 
 def _pack(value: Any, arrays: dict[str, torch.Tensor]) -> Any:

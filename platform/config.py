@@ -204,7 +204,8 @@ def _accepts(annotation: Any, kind: type) -> bool:
 def _set(target: dict[str, Any], dotted: str, value: Any) -> None:
     *path, last = dotted.split(".")
     for part in path:
-        target = target.setdefault(part, {})
+        target[part] = dict(target.get(part) or {})
+        target = target[part]
     target[last] = value
 
 
@@ -253,11 +254,11 @@ def build(
     presets = shipped.get("presets", {})
     if preset is not None and preset not in presets:
         raise CrossfedError(f"{found.name} has no preset {preset!r}{nearest(str(preset), presets)}")
-    own: dict[str, Any] = {**shipped.get("config", {}), **presets.get(preset, {}), **(raw.get("config") or {})}
     raw = {**raw, "preset": preset}
     for key, value in (values or {}).items():
         if value is not None:
             _set(raw, key, value)
+    own: dict[str, Any] = {**shipped.get("config", {}), **presets.get(preset, {}), **(raw.get("config") or {})}
 
     own_fields = found.Config.model_fields
     run_keys = {key: kind for key, kind in _leaves(RunConfig).items() if key not in ("config", "method", "preset")}

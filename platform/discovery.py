@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import yaml
+
 from crossfed.platform.seam import CrossfedError, Method
 
 PACKAGE = "crossfed.methods"
@@ -18,8 +19,10 @@ PACKAGE = "crossfed.methods"
 def nearest(word: str, allowed: Iterable[str]) -> str:
     """The tail of an error message that names the allowed words, the closest first: "; did you mean K? Allowed: …"."""
     allowed = sorted(allowed)
-    close = difflib.get_close_matches(word, allowed, n=1)
-    hint = f"; did you mean {close[0]}?" if close else "."
+    folded = {name.lower(): name for name in reversed(allowed)}
+    begun = [name for name in allowed if name.lower().startswith(word.lower().rstrip("s"))]
+    close = begun or [folded[name] for name in difflib.get_close_matches(word.lower(), folded, n=1)]
+    hint = f"; did you mean {close[0]}?" if close and word else "."
     return f"{hint} Allowed: {', '.join(allowed) or 'nothing'}."
 
 

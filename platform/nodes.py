@@ -15,6 +15,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
+
 from crossfed.platform import checkpoint
 from crossfed.platform.artifacts import ArtifactStore
 from crossfed.platform.config import RunConfig
@@ -33,7 +35,6 @@ from crossfed.platform.seam import (
     Payload,
     generators,
 )
-from safetensors.torch import save_file
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,6 +87,7 @@ class Node:
         self.state: Any = None
         self.best: Any = None
         self._best_file: Path | None = None
+        self._drawn: dict[str, candidates.Candidates] = {}
         torch.set_num_threads(plan.config.resources.threads)
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -186,13 +188,18 @@ class Node:
         return Measured(metrics, ranking.candidates, len(users)), ranking
 
     def _candidates(self, part: str, users: Array, count: int) -> candidates.Candidates:
-        store = PreparedData.open(self.plan.data)
-        all_users, all_items, _ = store.interactions(self.name)
-        n_users, n_items = store.sizes(self.name)
-        everything = Interactions.build(n_users, n_items, all_users, all_items)
-        seed = self.plan.config.evaluation.split_seed
-        folder = self.plan.cache / "candidates" / store.fingerprint / self.name
-        return candidates.load_or_draw(folder, part, users, everything.indptr, everything.items, n_items, count, seed)
+        """The sampled items of a part, drawn from what the user has in no part; kept for the next evaluation."""
+        if part not in self._drawn:
+            store = PreparedData.open(self.plan.data)
+            all_users, all_items, _ = store.interactions(self.name)
+            n_users, n_items = store.sizes(self.name)
+            known = Interactions.build(n_users, n_items, all_users, all_items)
+            seed = self.plan.config.evaluation.split_seed
+            folder = self.plan.cache / "candidates" / store.fingerprint / self.name
+            self._drawn[part] = candidates.load_or_draw(
+                folder, part, users, known.indptr, known.items, n_items, count, seed
+            )
+        return self._drawn[part]
 
     def export(self) -> None:
         """Write what is enough to recommend with (no interactions) to `model/<domain>.safetensors` of the run."""

@@ -308,6 +308,7 @@ def _run(
     result = {
         "run_id": plan.run_dir.name,
         "method": config.method,
+        "scope": str(config.resolved.scope),
         "preset": config.preset,
         "seed": config.seed,
         "data": {"name": data.path.name, "synthetic": data.synthetic},
@@ -323,6 +324,7 @@ def _run(
                 "selected": rounds.progress.selected.get(name),
                 "validation": validation[name].metrics,
                 "validation_users": validation[name].users,
+                "validation_candidates": validation[name].candidates,
             }
             | ({"test": test[name].metrics, "test_users": test[name].users} if test else {})
             for name in plan.domains

@@ -62,11 +62,11 @@ def test_values_of_set(text: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        (["K=0"], r"K = 0 is not possible: input should be greater than 0"),
+        (["K=0"], r"K = 0 is not possible: input should be greater than or equal to 1"),
         (["K=many"], r"K = 'many' is not possible: input should be a valid integer"),
         (["kk=3"], r"unknown key 'kk'; did you mean K\? Allowed: .*lambda_kd"),
         (["K"], r"must read key=value"),
-        (["resources.gpu=1"], r"unknown key 'resources.gpu'; did you mean resources.gpus_per_domain\?"),
+        (["resources.gpus=1"], r"unknown key 'resources.gpus'; did you mean resources.gpus_per_domain\?"),
         (["evaluation.protocol=leave-two-out"], r"leave-two-out.*leave-one-out"),
         (["evaluation.select=recall@7"], r"recall_at_7 is not measured"),
         (["evaluation.metrics=[recal]"], r"recal"),
