@@ -655,12 +655,12 @@ def read_table(path: Path, source: Source, texts: Sequence[str], numbers: Sequen
                         f"{path}, lines {lines[0]} to {lines[-1]}: {name} holds a list or a record where a single "
                         "value is expected."
                     ) from error
-            for column, name, values in zip(checked, names[len(texts) :], columns[len(texts) :], strict=True):
-                before = len(column)
+            for collected, name, values in zip(checked, names[len(texts) :], columns[len(texts) :], strict=True):
+                before = len(collected)
                 try:
-                    column.extend(values)
+                    collected.extend(values)
                 except (TypeError, ValueError, OverflowError) as error:
-                    row = len(column) - before
+                    row = len(collected) - before
                     hint = f" ({error})" if "`time:" in str(error) else ""
                     what = "time" if name == "time" else "number"
                     raise CrossfedError(
