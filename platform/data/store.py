@@ -30,6 +30,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
 from crossfed.platform.seam import SERVER, CrossfedError
 
 FORMAT = "crossfed-prepared-data"

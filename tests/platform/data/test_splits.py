@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from crossfed.platform.data.splits import SPLITS, assign, check_leakage, ratio_counts
-from crossfed.platform.seam import CrossfedError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from crossfed.platform.data.splits import SPLITS, assign, check_leakage, ratio_counts
+from crossfed.platform.seam import CrossfedError
 
 
 def recbole_counts(n: int, ratios: tuple[float, ...] = (0.8, 0.1, 0.1)) -> list[int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+
 from crossfed.platform.data import store
 from crossfed.platform.data.store import PreparedData, Writer
 from crossfed.platform.seam import CrossfedError
