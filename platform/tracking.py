@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from crossfed.platform.seam import CrossfedError
 from pydantic import BaseModel, ConfigDict
+
+from crossfed.platform.seam import CrossfedError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -297,6 +298,11 @@ class Tracker:
         """Record a file, or everything in a directory, under `folder`."""
         if self._settings.enabled:
             self._submit({"op": "artifact", "path": self._relative(path), "folder": folder})
+
+    def describe(self, text: str) -> None:
+        """Set the text that the run's page shows as its description, in Markdown."""
+        if self._settings.enabled:
+            self._submit({"op": "tags", "tags": {"mlflow.note.content": text[:_TAG_LIMIT]}})
 
     def figure(self, figure: Figure, name: str) -> None:
         """Save a figure as `<run>/figures/<name>.png` and record it; saved with tracking off, too."""
@@ -593,7 +599,9 @@ class _Store:
         if found is None:
             folder = None if self.uri.startswith("http") else (self._out / "mlartifacts").resolve().as_uri()
             try:
-                return str(client.create_experiment(name, artifact_location=folder))
+                # the kind decides which pages the UI offers: runs and models, not traces and prompts
+                kind = {"mlflow.experimentKind": "custom_model_development"}
+                return str(client.create_experiment(name, artifact_location=folder, tags=kind))
             except MlflowException:  # another process was faster
                 found = client.get_experiment_by_name(name)
                 if found is None:
@@ -610,6 +618,10 @@ class _Store:
         metrics = [Metric(k, v, entry["time"], entry["step"]) for k, v in entry["metrics"].items()]
         for first in range(0, len(metrics), 1000):
             client.log_batch(state.run_id, metrics=metrics[first : first + 1000])
+
+    def _tags(self, client: MlflowClient, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
+        for key, value in entry["tags"].items():
+            client.set_tag(state.run_id, key, value)
 
     def _artifact(self, client: MlflowClient, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
         path = run_dir / entry["path"]

@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 import requests
+from matplotlib.figure import Figure
+from mlflow import MlflowClient
+
 from crossfed.platform import tracking
 from crossfed.platform.seam import CrossfedError
 from crossfed.platform.tracking import DatasetInput, Tracker, TrackingSettings, replay, resolve_uri, safe_name
-from matplotlib.figure import Figure
-from mlflow import MlflowClient
 
 DATASETS = [DatasetInput("Beauty", "d" * 64, "synthetic", {"users": 3, "items": 4})]
 
@@ -191,6 +192,7 @@ def test_a_run_in_sqlite(out: Path) -> None:
     figure = Figure()
     figure.subplots().plot([1, 2])
     tracker.figure(figure, "losses")
+    tracker.describe("| domain | test |")
     tracker.finish("FINISHED", "all rounds done")
 
     client = sqlite(run_dir)
@@ -202,6 +204,7 @@ def test_a_run_in_sqlite(out: Path) -> None:
     assert run.data.params == {"alpha": "0.1"}
     assert run.data.tags["seed"] == "7"
     assert run.data.tags["crossfed.reason"] == "all rounds done"
+    assert run.data.tags["mlflow.note.content"] == "| domain | test |"
     assert client.get_experiment(run.info.experiment_id).name == "crossfed"
     name = "val/Beauty/ndcg_at_20"
     assert history(client, tracker.run_id, name) == [(1, 0.2), (2, 0.5), (3, 0.4)]
