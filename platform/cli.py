@@ -228,10 +228,9 @@ def specs(name: Annotated[str | None, typer.Argument(help="Print one spec, to co
     for key in paths:
         spec = load_spec(key)
         console.print(f"[bold]{key}[/]  {spec.description}")
-        for source in dict.fromkeys(
-            s for domain in spec.domains.values() for s in (domain.interactions, *domain.items)
-        ):
-            console.print(f"  {source.path}  [dim]{source.published or ''}[/]")
+        sources = [source for domain in spec.domains.values() for source in (domain.interactions, *domain.items)]
+        for path, published in {source.path: source.published for source in sources}.items():
+            console.print(f"  {path}  [dim]{published or ''}[/]")
 
 
 @data_app.command()

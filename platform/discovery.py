@@ -22,7 +22,7 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     folded = {name.lower(): name for name in reversed(allowed)}
     begun = [name for name in allowed if name.lower().startswith(word.lower().rstrip("s"))]
     close = begun or [folded[name] for name in difflib.get_close_matches(word.lower(), folded, n=1)]
-    hint = f"; did you mean {close[0]}?" if close and word else "."
+    hint = f"; did you mean {min(close, key=len)}?" if close and word else "."
     return f"{hint} Allowed: {', '.join(allowed) or 'nothing'}."
 
 

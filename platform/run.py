@@ -35,7 +35,7 @@ from crossfed.platform.nodes import InProcess, Measured, NodeLost, Nodes, Plan
 from crossfed.platform.progress import Progress, SummaryRow, make_progress
 from crossfed.platform.report import figures
 from crossfed.platform.rounds import Round, Rounds
-from crossfed.platform.seam import CrossfedError, Direction
+from crossfed.platform.seam import CrossfedError, Direction, Scope
 from crossfed.platform.tracking import DatasetInput, Tracker
 
 Finish = Callable[[Plan, Nodes], Mapping[str, Measured]]
@@ -69,16 +69,20 @@ def chosen_domains(config: RunConfig, data: PreparedData) -> tuple[str, ...]:
     """The domains of a run, in order.
 
     Raises:
-        CrossfedError: one is not in the data, or is named twice.
+        CrossfedError: one is not in the data or is named twice, or a federated method is left with a single one.
     """
-    if config.domains is None:
-        return data.domains
-    for name in config.domains:
+    chosen = data.domains if config.domains is None else config.domains
+    for name in chosen:
         if name not in data.domains:
             raise CrossfedError(f"There is no domain {name!r} in {data.path}; it has {', '.join(data.domains)}.")
-    if len(set(config.domains)) < len(config.domains) or not config.domains:
-        raise CrossfedError(f"domains must name each domain once; got {', '.join(config.domains) or 'none'}.")
-    return config.domains
+    if len(set(chosen)) < len(chosen) or not chosen:
+        raise CrossfedError(f"domains must name each domain once; got {', '.join(chosen) or 'none'}.")
+    if len(chosen) < 2 and config.resolved.scope == Scope.FEDERATED:
+        raise CrossfedError(
+            f"{config.method} is federated and needs at least two domains, but got {chosen[0]} alone; "
+            "add a domain, or run a local method such as lightgcn."
+        )
+    return chosen
 
 
 def run_federation(
