@@ -44,13 +44,15 @@ class SummaryRow:
 
 
 def number(value: float) -> str:
-    """Four significant digits: 0.1234, 12.35, 1235; a dash for NaN."""
+    """Four significant digits: 0.1234, 12.35, 1235; counts from ten on as they are; a dash for NaN."""
     if math.isnan(value):
         return "–"
     if math.isinf(value):
         return "∞" if value > 0 else "-∞"
     if value and not 1e-4 <= abs(value) < 1e6:
         return f"{value:.3e}"
+    if abs(value) >= 10 and value == int(value):  # a count
+        return f"{value:.0f}"
     digits = 4 if abs(value) < 1 else max(0, 3 - math.floor(math.log10(abs(value))))
     return f"{value:.{digits}f}"
 
@@ -239,16 +241,19 @@ class Progress:
         assert self._stage is not None
         name, rounds = self._stage
         parts = [f"{name} {self._round}/{rounds}"]
-        for domain in self._last:
-            shown = []
-            losses = {k: v for k, v in metrics.items() if k.startswith(f"train/{domain}/")}
-            values = {k: v for k, v in metrics.items() if k.startswith(f"val/{domain}/")}
-            for key, value in list(values.items())[:1]:
-                shown.append(f"{key.rpartition('/')[2]} {number(value)} (best {number(self._best.get(key, value))})")
-            for key, value in list(losses.items())[:1]:
-                shown.append(f"{key.rpartition('/')[2]} {number(value)}")
-            if shown:
-                parts.append(f"{domain} {', '.join(shown)}")
+        for kind in ("val", "train"):
+            # of the validation metrics the first, of what the steps reported the first loss
+            names = [k.rpartition("/")[2] for k in metrics if k.startswith(f"{kind}/")]
+            shown = next((n for n in names if kind == "val" or "loss" in n), None)
+            values = []
+            for domain in self._last:
+                key = f"{kind}/{domain}/{shown}"
+                if key in metrics:
+                    best = self._best.get(key, -math.inf)
+                    behind = best > -math.inf and not metrics[key] >= best
+                    values.append(f"{domain} {number(metrics[key])}" + (f" (best {number(best)})" if behind else ""))
+            if values:
+                parts.append(f"{shown}: {', '.join(values)}")
         if up or down:
             parts.append(f"up {size(up)} down {size(down)}")
         parts.append(span(seconds))

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from crossfed.platform.progress import Progress, SummaryRow, make_progress, number, size, span
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
@@ -45,6 +46,7 @@ def tell(view: Progress) -> None:
         (0.0, "0.0000"),
         (1.0, "1.000"),
         (12.3456, "12.35"),
+        (17.0, "17"),
         (1234.5, "1234"),
         (99999.6, "100000"),
         (1.2346e-7, "1.235e-07"),
@@ -80,10 +82,10 @@ def test_plain_is_one_line_per_round_without_control_characters() -> None:
     assert "\x1b" not in out.getvalue()
     rounds = [line for line in lines if line.startswith("pretrain ")]
     assert rounds[1] == (
-        "pretrain 2/3  Books recall_at_20 0.3000 (best 0.3000), loss 0.5000  "
-        "Art [& more] recall_at_20 0.6000 (best 0.6000)  up 123 kB down 65.4 kB  2 s  2 s left"
+        "pretrain 2/3  recall_at_20: Books 0.3000, Art [& more] 0.6000  loss: Books 0.5000  "
+        "up 123 kB down 65.4 kB  2 s  2 s left"
     )
-    assert "Books recall_at_20 0.2000 (best 0.3000)" in rounds[2]
+    assert "recall_at_20: Books 0.2000 (best 0.3000), Art [& more] 0.4000 (best 0.6000)" in rounds[2]
     assert "left" not in rounds[2]
     assert len([line for line in lines if line.startswith("text of Books")]) == 2
 
@@ -113,8 +115,8 @@ def test_a_new_stage_has_bests_of_its_own() -> None:
         view.stage("b", 2)
         view.round("b", 1, 2, {"val/B/x": float("nan")}, 1.0, 0, 0)
         view.round("b", 2, 2, {"val/B/x": 0.1}, 1.0, 0, 0)
-    assert "b 1/2  B x – (best –)" in out.getvalue()
-    assert "b 2/2  B x 0.1000 (best 0.1000)" in out.getvalue()
+    assert "b 1/2  x: B –  1 s" in out.getvalue()
+    assert "b 2/2  x: B 0.1000  1 s" in out.getvalue()
 
 
 def test_quiet_shows_the_table_and_warnings_only(capsys: pytest.CaptureFixture[str]) -> None:
