@@ -85,11 +85,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
+from pydantic import Field as Setting
+from torch import Tensor, nn
+from torch_geometric.nn import SimpleConv
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import to_undirected
+
 from crossfed.methods.parts.graph import bipartite_adjacency, propagate, spmm
 from crossfed.methods.parts.kmeans import WeightedKMeans
 from crossfed.methods.parts.losses import bernoulli_kl, bpr, l2_ego
 from crossfed.methods.parts.sampling import bpr_epoch
 from crossfed.methods.parts.text_graph import (
+    aligned_projection,
     cosine_edges,
     cosine_graph,
     effective_rank,
@@ -111,11 +118,6 @@ from crossfed.platform.seam import (
     Stage,
     generators,
 )
-from pydantic import Field as Setting
-from torch import Tensor, nn
-from torch_geometric.nn import SimpleConv
-from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import to_undirected
 
 EPS = 1e-5  # ε of Eq. (3)
 
@@ -185,22 +187,17 @@ class Fgsat(nn.Module):
         self.b = nn.Parameter(torch.tensor([own] + [0.0] * (sources - 1)))
 
 
-def initial_projection(text: Tensor, dim: int, how: str, seed: int = 0) -> Tensor:
+def initial_projection(text: Tensor, dim: int, how: str) -> Tensor:
     """An orthonormal start for φ_emb. [n_items, width] -> [width, dim].
 
-    "random": a random orthonormal basis R that is the same at every domain. "aligned": the text's principal directions
-    V, rotated by the orthogonal Q that brings VQ closest to R (orthogonal Procrustes): domains remain comparable.
+    "random": a random basis that is the same at every domain. "aligned": the principal directions of the domain's own
+    text, rotated towards that basis.
     """
     width = text.shape[1]
     if dim > width:
         raise CrossfedError(f"dim = {dim} is larger than the text embeddings' {width} dimensions: choose a smaller dim")
-    shared = torch.linalg.qr(torch.randn(width, dim, generator=generators(seed, "fedcrf", "projection")[1])).Q
-    if how == "random":
-        return shared
-    centred = (text - text.mean(0)).double()
-    principal = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -dim:]
-    left, _, right = torch.linalg.svd(principal.T @ shared.double())
-    return (principal @ (left @ right)).float()
+    shared = torch.linalg.qr(torch.randn(width, dim, generator=generators(0, "fedcrf", "projection")[1])).Q
+    return aligned_projection(text, shared) if how == "aligned" else shared
 
 
 def project(text: Tensor, weight: Tensor) -> Tensor:

@@ -129,7 +129,8 @@ class WeightedKMeans(ClusterMixin, BaseEstimator):  # type: ignore[misc]
 
         limit = self.tol * float(x.std(axis=0).mean())
         labels, distances = assign(x, centres)
-        for self.n_iter_ in range(1, self.max_iter + 1):  # noqa: B007
+        for iteration in range(self.max_iter):
+            self.n_iter_ = iteration + 1
             labels, distances, centres = _reseed_empty(x, labels, distances, centres)
             weights = base * inverse_distance(distances, self.eps) if self.weighting == "inverse_distance" else base
             moved = weighted_means(x, labels, weights, centres)

@@ -1,9 +1,10 @@
-"""Item graphs from item vectors: the top-N cosine neighbours, found in blocks."""
+"""Item vectors and graphs from text: projections, top-N cosine neighbours found in blocks, and what they keep."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+
 from crossfed.methods.parts.graph import symmetric_adjacency
 
 BLOCK_ELEMENTS = 1 << 24
@@ -96,3 +97,21 @@ def effective_rank(x: torch.Tensor) -> float:
     values = torch.linalg.eigvalsh(centred.T @ centred).clamp(min=0.0).sqrt()
     share = values / values.sum().clamp(min=torch.finfo(torch.float64).tiny)
     return float(torch.exp(torch.special.entr(share).sum()))
+
+
+def aligned_projection(x: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The rows' principal directions V, rotated by the orthogonal Q that makes ‖VQ − reference‖ smallest (Procrustes).
+
+    It keeps as much variance as PCA does, in coordinates that are comparable between data sets that share `reference`.
+
+    Args:
+        x: [m, width].
+        reference: [width, d] with orthonormal columns.
+
+    Returns:
+        float32 [width, d] with orthonormal columns.
+    """
+    centred = (x - x.mean(0)).double()
+    principal = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -reference.shape[1] :]
+    left, _, right = torch.linalg.svd(principal.T @ reference.double())
+    return (principal @ (left @ right)).float()
