@@ -184,7 +184,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
 
 def test_an_unreachable_tracking_server_is_a_warning_and_a_spool(call, shops: Path, tmp_path: Path) -> None:
     began = time.monotonic()
-    code, out, err = call(
+    code, out, _ = call(
         "run", "lightgcn", *SMALL, "--set", "epochs=2", "--data", shops, "--out", tmp_path, "--backend", "inprocess",
         "--tracking-uri", "http://127.0.0.1:9",
     )  # fmt: skip
