@@ -77,7 +77,7 @@ Not stated in the paper
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -336,51 +336,50 @@ def finetune_loss(rec: Tensor, con: Tensor, kd: Tensor, alpha: float, beta: floa
 
 
 class Domain(nn.Module):
-    """All that a domain owns: parameters and buffers, the optimizer, and graphs that are rebuilt or saved with it."""
+    """All that a domain owns. Parameters and buffers are its state, with the optimizer; graphs are rebuilt from them."""
 
-    t_pre: Tensor
     mean: Tensor
     variance: Tensor
     centres: Tensor
     labels: Tensor
-    updates: Tensor
+    t_pre: Tensor
+    t_local: Tensor
+    uploads: Tensor
+    tuning: Tensor
 
     def __init__(self, config: Config, ctx: Context) -> None:
         super().__init__()
-        data, rng = ctx.own, ctx.torch_rng
-        self.config, self.data, self.device = config, data, ctx.device
+        self.config, self.data, self.device = config, ctx.own, ctx.device
         self.text = torch.from_numpy(np.array(ctx.artifacts["text"], np.float32))
         start = initial_projection(self.text, config.dim, config.projection)
-        self.phi = nn.Parameter(start.clone())
-        self.phi_local = nn.Parameter(start.clone())
-        self.ids = IdEncoder(data.n_users, data.n_items, config.dim, rng)
-        self.fgsat = Fgsat(config.dim, 2 if config.ablation == "fgsat" else 3, config.own_bias, rng)
-        self.register_buffer("t_pre", torch.zeros(data.n_items, config.dim))
-        self.register_buffer("mean", torch.zeros(config.dim))
-        self.register_buffer("variance", torch.ones(config.dim))
-        self.register_buffer("centres", torch.zeros(config.K, config.dim))
-        self.register_buffer("labels", torch.zeros(data.n_items, dtype=torch.int64))
-        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
-        self.to(ctx.device)
-        self.text = self.text.to(ctx.device)
+        self.phi, self.phi_local = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+        self.ids = IdEncoder(self.data.n_users, self.data.n_items, config.dim, ctx.torch_rng)
+        self.fgsat = Fgsat(config.dim, 2 if config.ablation == "fgsat" else 3, config.own_bias, ctx.torch_rng)
+        buffers = {
+            "mean": torch.zeros(config.dim),
+            "variance": torch.ones(config.dim),
+            "centres": torch.zeros(config.K, config.dim),
+            "labels": torch.zeros(self.data.n_items, dtype=torch.int64),
+            "t_pre": torch.zeros(self.data.n_items, config.dim),
+            "t_local": torch.zeros(self.data.n_items, config.dim),  # what the local graph was last built from
+            "uploads": torch.zeros((), dtype=torch.int64),
+            "tuning": torch.zeros((), dtype=torch.bool),
+        }
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+        self.text = self.to(ctx.device).text.to(ctx.device)
+        data = self.data
         self.adjacency = bipartite_adjacency(data.n_users, data.n_items, data.users, data.items, ctx.device)
         self.optimizer = self.new_optimizer()
-        self.tuning = False
-        self.pre_graph: Tensor | None = None
-        self.local_graph: Tensor | None = None
+        self.graphs: tuple[Tensor, Tensor] | None = None
         self.final: tuple[Tensor, Tensor] | None = None
         self.raw_neighbours: Tensor | None = None
 
     def new_optimizer(self) -> torch.optim.Adam:
         """Adam with the IDs at `lr` and everything that touches text at `lr_text`."""
-        own = [self.ids.table]
         text = [self.phi, self.phi_local, *self.fgsat.parameters()]
-        return torch.optim.Adam([{"params": own}, {"params": text}], foreach=True)
-
-    def set_rates(self, factor: float) -> None:
-        """The two learning rates times `factor`."""
-        for group, rate in zip(self.optimizer.param_groups, (self.config.lr, self.config.lr_text), strict=True):
-            group["lr"] = rate * factor
+        groups = [{"params": [self.ids.table], "lr": self.config.lr}, {"params": text, "lr": self.config.lr_text}]
+        return torch.optim.Adam(groups, foreach=True)
 
     def adapted(self, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """t′ and t″ of items t [b, dim] with labels [b]: equations 8 to 12 in a row."""
@@ -397,18 +396,21 @@ class Domain(nn.Module):
         stacked = torch.stack(features, dim=1)  # [b, 2 or 3, dim]
         return moved, fuse(stacked, attention(stacked, self.fgsat.w, self.fgsat.b))
 
-    def build_pre_graph(self) -> None:
-        """The fixed graph from T^pre, or from the raw text when there was no federated stage."""
-        self.pre_graph = item_graph(self.t_pre if bool(self.updates) else self.text, self.config.neighbours)
+    def build_graphs(self, local_only: bool = False) -> None:
+        """S̃^local and S̃^pre; the latter from the raw text when there was no federated stage."""
+        local = item_graph(self.t_local, self.config.neighbours)
+        if self.graphs is None or not local_only:
+            self.graphs = local, item_graph(self.t_pre if self.uploads else self.text, self.config.neighbours)
+        else:
+            self.graphs = local, self.graphs[1]
 
     @torch.no_grad()
     def vectors(self) -> tuple[Tensor, Tensor]:
         """The vectors that rank: users [n_users, dim] and items [n_items, dim]; cached until the next training step."""
         if self.final is None:
             users, ids = self.ids(self.adjacency, self.config.layers)
-            if self.tuning:
-                assert self.pre_graph is not None and self.local_graph is not None
-                hops = convolve(self.local_graph, ids), convolve(self.pre_graph, ids)
+            if self.graphs is not None:
+                hops = [convolve(graph, ids) for graph in self.graphs]
                 items = item_vectors(ids, project(self.text, self.phi_local), *hops)
             else:
                 fused = self.adapted(project(self.text, self.phi), self.labels)[1]
@@ -417,18 +419,16 @@ class Domain(nn.Module):
         return self.final
 
 
+@torch.no_grad()
 def upload(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     """Project and normalise all item texts, and send them to the server."""
-    with torch.no_grad():
-        t = project(state.text, state.phi)
-        first = not bool(state.updates)
-        momentum = 0.0 if first else state.config.momentum
-        mean, variance = running_statistics(t, state.mean, state.variance, momentum)
-        state.mean.copy_(mean)
-        state.variance.copy_(variance)
-        state.updates += 1
-        sent = normalise(t, mean, variance).cpu().numpy()
-    return Out({SERVER: {"item_vectors": sent}})
+    t = project(state.text, state.phi)
+    momentum = state.config.momentum if state.uploads else 0.0
+    mean, variance = running_statistics(t, state.mean, state.variance, momentum)
+    state.mean.copy_(mean)
+    state.variance.copy_(variance)
+    state.uploads += 1
+    return Out({SERVER: {"item_vectors": normalise(t, mean, variance).cpu().numpy()}})
 
 
 @dataclass
@@ -441,12 +441,11 @@ class Server:
 
 def cluster(state: Server, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     """Cluster the union of all domains' items; every domain gets the centres and its own items' labels."""
-    names = [name for name in ctx.peers if name in inbox]
-    vectors = [inbox[name]["item_vectors"] for name in names]
+    vectors = [inbox[name]["item_vectors"] for name in ctx.peers]
     union = np.concatenate(vectors)
     if len(union) < state.config.K:
         raise CrossfedError(
-            f"K = {state.config.K} clusters need at least as many items, but the domains {', '.join(names)} have only "
+            f"K = {state.config.K} clusters need at least as many items, but the domains {', '.join(ctx.peers)} have only "
             f"{len(union)} items in total: set a smaller K"
         )
     fitted = global_clusters(
@@ -454,7 +453,7 @@ def cluster(state: Server, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     )
     state.centres = fitted.cluster_centers_.astype(np.float32)
     labels = np.split(fitted.labels_, np.cumsum([len(v) for v in vectors])[:-1])
-    send = {name: {"centres": state.centres, "labels": own} for name, own in zip(names, labels, strict=True)}
+    send = {name: {"centres": state.centres, "labels": own} for name, own in zip(ctx.peers, labels, strict=True)}
     return Out(send, {"kmeans_iterations": float(fitted.n_iter_), "kmeans_inertia": fitted.inertia_ / len(union)})
 
 
@@ -463,88 +462,87 @@ def adapt(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     config = state.config
     state.centres.copy_(torch.tensor(inbox[SERVER]["centres"]))
     state.labels.copy_(torch.tensor(inbox[SERVER]["labels"]))
-    state.final = None
-    state.set_rates(1.0)
-    total: dict[str, float] = {}
-    for batch in bpr_epoch(ctx.own, config.batch_size, ctx.rng):
-        user, pos, neg = (column.to(state.device) for column in batch)
-        items, where = torch.unique(torch.cat([pos, neg]), return_inverse=True)
-        at_pos, at_neg = where[: len(pos)], where[len(pos) :]
+
+    def losses(user: Tensor, items: Tensor, pos: Tensor, neg: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         users, ids = state.ids(state.adjacency, config.layers)
         t = project(state.text[items], state.phi)
         moved, fused = state.adapted(t, state.labels[items])
-        x = ids[items] + F.normalize(fused, dim=1)
-        u = users[user]
-        losses = {
-            "rec": bpr((u * x[at_pos]).sum(1), (u * x[at_neg]).sum(1)),
-            "kd": distillation(u, fused[at_pos], t[at_pos]),
-            "fa": alignment(moved[at_pos], fused[at_pos]),
-            "l2": state.ids.l2(user, pos, neg),
-        }
-        loss = pretrain_loss(losses["rec"], losses["kd"], losses["fa"], config.lambda_kd, config.lambda_fa)
-        _step(state, loss + config.l2 * losses["l2"], losses, total)
-    return Out(metrics=total | _semantics(state))
+        u, x = users[user], ids[items] + F.normalize(fused, dim=1)
+        rec = bpr((u * x[pos]).sum(1), (u * x[neg]).sum(1))
+        kd, fa = distillation(u, fused[pos], t[pos]), alignment(moved[pos], fused[pos])
+        return pretrain_loss(rec, kd, fa, config.lambda_kd, config.lambda_fa), {"rec": rec, "kd": kd, "fa": fa}
+
+    return Out(metrics=_epoch(state, ctx, losses) | _semantics(state))
 
 
+@torch.no_grad()
 def keep_prior(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     """Freeze T^pre = t″ of all items."""
-    with torch.no_grad():
-        state.t_pre.copy_(state.adapted(project(state.text, state.phi), state.labels)[1])
+    state.t_pre.copy_(state.adapted(project(state.text, state.phi), state.labels)[1])
     return Out()
 
 
+@torch.no_grad()
 def begin_finetune(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
-    """Build the fixed graph; start IDs and optimizer anew."""
+    """Build both graphs; start the optimizer anew, and the IDs where they are not taken over."""
     if not state.config.warm_start:
         fresh = IdEncoder(state.data.n_users, state.data.n_items, state.config.dim, ctx.torch_rng)
         state.ids.load_state_dict(fresh.state_dict())
-    state.optimizer = state.new_optimizer()
-    state.tuning, state.final = True, None
-    state.build_pre_graph()
+    state.t_local.copy_(project(state.text, state.phi_local))
+    state.optimizer, state.final = state.new_optimizer(), None
+    state.tuning.fill_(True)
+    state.build_graphs()
     return Out()
 
 
 def finetune(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     """One local epoch of stage 2."""
     config = state.config
-    assert state.pre_graph is not None
-    if state.local_graph is None or (ctx.round - 1) % config.refresh_every == 0:
-        with torch.no_grad():
-            state.local_graph = item_graph(project(state.text, state.phi_local), config.neighbours)
-    state.final = None
-    state.set_rates(config.lr_decay ** (ctx.round - 1))
-    total: dict[str, float] = {}
-    for batch in bpr_epoch(ctx.own, config.batch_size, ctx.rng):
-        user, pos, neg = (column.to(state.device) for column in batch)
-        items, where = torch.unique(torch.cat([pos, neg]), return_inverse=True)
-        at_pos, at_neg = where[: len(pos)], where[len(pos) :]
+    if ctx.round > 1 and (ctx.round - 1) % config.refresh_every == 0:
+        state.t_local.copy_(project(state.text, state.phi_local).detach())
+        state.build_graphs(local_only=True)
+    factor = config.lr_decay ** (ctx.round - 1)
+    for group, rate in zip(state.optimizer.param_groups, (config.lr, config.lr_text), strict=True):
+        group["lr"] = rate * factor
+    graphs = state.graphs
+    assert graphs is not None, "begin_finetune has built them"
+
+    def losses(user: Tensor, items: Tensor, pos: Tensor, neg: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         users, ids = state.ids(state.adjacency, config.layers)
-        local, pre = (convolve(graph, ids, items) for graph in (state.local_graph, state.pre_graph))
-        x = item_vectors(ids[items], project(state.text[items], state.phi_local), local, pre)
-        u = users[user]
-        bought = torch.unique(at_pos)
+        local, pre = (convolve(graph, ids, items) for graph in graphs)
+        u, x = users[user], item_vectors(ids[items], project(state.text[items], state.phi_local), local, pre)
+        rec = bpr((u * x[pos]).sum(1), (u * x[neg]).sum(1))
+        bought = torch.unique(pos)
         con = u.new_zeros(())
         if config.ablation != "cl" and len(bought) > 1:
             con = contrast(local[bought], pre[bought], config.tau, config.contrast == "infonce")
-        losses = {
-            "rec": bpr((u * x[at_pos]).sum(1), (u * x[at_neg]).sum(1)),
-            "con": con,
-            "kd": distillation(u, pre[at_pos], local[at_pos]),
-            "l2": state.ids.l2(user, pos, neg),
-        }
-        loss = finetune_loss(losses["rec"], losses["con"], losses["kd"], config.alpha, config.beta)
-        _step(state, loss + config.l2 * losses["l2"], losses, total)
-    return Out(metrics=total)
+        kd = distillation(u, pre[pos], local[pos])
+        return finetune_loss(rec, con, kd, config.alpha, config.beta), {"rec": rec, "con": con, "kd": kd}
+
+    return Out(metrics=_epoch(state, ctx, losses))
 
 
-def _step(state: Domain, loss: Tensor, losses: Mapping[str, Tensor], total: dict[str, float]) -> None:
-    """One optimizer step; adds the batch's losses to their means over the epoch."""
-    state.optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    state.optimizer.step()
-    batches = -(-len(state.data.users) // state.config.batch_size)
-    for name, value in losses.items():
-        total[f"loss_{name}"] = total.get(f"loss_{name}", 0.0) + value.item() / batches
+def _epoch(state: Domain, ctx: Context, losses: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> dict[str, float]:
+    """One pass over the training pairs; the mean of every part of the loss.
+
+    `losses(user, items, pos, neg)` gets the batch's users [b], its different items [m], and the places of the positives
+    and negatives among these, [b] each.
+    """
+    state.final = None
+    parts: list[Tensor] = []
+    names: list[str] = []
+    for batch in bpr_epoch(ctx.own, state.config.batch_size, ctx.rng):
+        user, pos, neg = (column.to(state.device) for column in batch)
+        items, where = torch.unique(torch.cat([pos, neg]), return_inverse=True)
+        loss, part = losses(user, items, where[: len(pos)], where[len(pos) :])
+        part["l2"] = state.ids.l2(user, pos, neg)
+        state.optimizer.zero_grad()
+        (loss + state.config.l2 * part["l2"]).backward()  # type: ignore[no-untyped-call]
+        state.optimizer.step()
+        names = [f"loss_{name}" for name in part]
+        parts.append(torch.stack(list(part.values())).detach())
+    means = torch.stack(parts).mean(0).tolist() if parts else []
+    return dict(zip(names, means, strict=True))
 
 
 @torch.no_grad()
@@ -574,19 +572,10 @@ def export(state: Domain) -> dict[str, Tensor]:
 
 
 def state_dict(state: Domain | Server) -> dict[str, Any]:
-    """Parameters, buffers, Adam's moments and the local graph; the other graphs are rebuilt from these."""
+    """A domain's parameters, buffers and optimizer, or the server's centres: all else is rebuilt from these."""
     if isinstance(state, Server):
         return {} if state.centres is None else {"centres": state.centres}
-    parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
-    out: dict[str, Any] = {
-        "model": dict(state.state_dict()),
-        "adam": [dict(state.optimizer.state[p]) for p in parameters],
-        "tuning": state.tuning,
-    }
-    if state.local_graph is not None:
-        graph = state.local_graph
-        out["local_graph"] = {"rows": graph.crow_indices(), "cols": graph.col_indices(), "values": graph.values()}
-    return out
+    return {"model": dict(state.state_dict()), "optimizer": state.optimizer.state_dict()}
 
 
 def load_state_dict(state: Domain | Server, saved: Mapping[str, Any]) -> None:
@@ -596,17 +585,10 @@ def load_state_dict(state: Domain | Server, saved: Mapping[str, Any]) -> None:
         return
     state.load_state_dict(dict(saved["model"]))
     state.optimizer = state.new_optimizer()
-    parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
-    for parameter, moments in zip(parameters, saved["adam"], strict=True):
-        if moments:
-            state.optimizer.state[parameter] = {key: torch.as_tensor(value).clone() for key, value in moments.items()}
-    state.tuning, state.final, state.local_graph = bool(saved["tuning"]), None, None
-    if "local_graph" in saved:
-        graph, n = saved["local_graph"], state.data.n_items
-        parts = [torch.as_tensor(graph[key]).to(state.device) for key in ("rows", "cols", "values")]
-        state.local_graph = torch.sparse_csr_tensor(*parts, size=(n, n), check_invariants=True)
+    state.optimizer.load_state_dict(dict(saved["optimizer"]))
+    state.final = state.graphs = None
     if state.tuning:
-        state.build_pre_graph()
+        state.build_graphs()
 
 
 def stages(config: Config) -> tuple[Stage, ...]:

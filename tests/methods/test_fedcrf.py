@@ -570,7 +570,7 @@ def test_the_prior_is_frozen_at_the_end_of_pretraining() -> None:
     torch.testing.assert_close(state.t_pre, expected.detach())
     run.stage("finetune", range(1, 3))
     torch.testing.assert_close(state.t_pre, expected.detach())
-    torch.testing.assert_close(state.pre_graph.to_dense(), fedcrf.item_graph(state.t_pre, 3).to_dense())
+    torch.testing.assert_close(state.graphs[1].to_dense(), fedcrf.item_graph(state.t_pre, 3).to_dense())
 
 
 def test_without_the_federated_stage_the_raw_text_is_the_prior() -> None:
@@ -580,7 +580,7 @@ def test_without_the_federated_stage_the_raw_text_is_the_prior() -> None:
     run = Run(config).stage("pretrain").stage("finetune", range(1, 2))
     assert not any(out.send for outs in run.outs for out in outs.values())
     graph = fedcrf.item_graph(torch.from_numpy(text("north")), 3).to_dense()
-    torch.testing.assert_close(run.states["north"].pre_graph.to_dense(), graph)
+    torch.testing.assert_close(run.states["north"].graphs[1].to_dense(), graph)
 
 
 def test_without_contrast_its_loss_is_gone() -> None:
@@ -624,7 +624,7 @@ def test_the_local_graph_follows_the_local_projection() -> None:
     seen = []
     for r in range(1, 5):
         run.stage("finetune", range(r, r + 1))
-        seen.append(run.states["north"].local_graph.to_dense())
+        seen.append(run.states["north"].graphs[0].to_dense())
     assert torch.equal(seen[0], seen[1]) and torch.equal(seen[2], seen[3])
     assert not torch.equal(seen[1], seen[2])
 
@@ -667,7 +667,7 @@ def test_scores_are_those_of_the_final_vectors_in_both_stages() -> None:
     torch.testing.assert_close(first, (users @ (ids + F.normalize(fused, dim=1)).T).detach())
     run.stage("finetune", range(1, 2))
     users, ids = state.ids(state.adjacency, 2)
-    hops = [graph.to_dense() @ ids for graph in (state.local_graph, state.pre_graph)]
+    hops = [graph.to_dense() @ ids for graph in state.graphs]
     items = fedcrf.item_vectors(ids, state.text @ state.phi_local, *hops)
     torch.testing.assert_close(scores(state), (users @ items.T).detach())
     second = scores(state).clone()
