@@ -265,8 +265,10 @@ class Tracker:
             text += f"; {self._dropped} values were not finite and left out"
         return text
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int, stage: str | None = None) -> None:
         """Record a round's metrics in one request, with the running best of every `val/…` metric as `best/val/…`.
+
+        Bests start anew with every `stage`: what an earlier stage reached is not what the run selects from.
 
         NaN and infinite values are left out and counted: MLflow stores an infinity as ±1.8e308, which ruins its charts.
         Of a step that was recorded before (a run continued, or gone back to its last committed round) nothing is recorded
@@ -276,6 +278,8 @@ class Tracker:
             return
         if self._settings.system_metrics:
             metrics = {**metrics, **_system_metrics(self._dir)}
+        if stage != self._state.stage and stage is not None:
+            self._state.stage, self._state.best = stage, {}
         values: dict[str, float] = {}
         for name, value in metrics.items():
             key, number = safe_name(name), float(value)
@@ -413,6 +417,7 @@ class _State:
     run_id: str | None = None
     experiment_id: str | None = None
     model_id: str | None = None
+    stage: str | None = None
     last: dict[str, int] = field(default_factory=dict)  # metric -> its last recorded step
     best: dict[str, float] = field(default_factory=dict)
 

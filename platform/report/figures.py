@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from crossfed.platform.progress import size
-from crossfed.platform.seam import Array, CrossfedError
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from crossfed.platform.progress import size
+from crossfed.platform.seam import Array, CrossfedError
 
 History = Sequence[Mapping[str, Any]]
 
@@ -64,8 +65,14 @@ class About:
 def run_figures(history: History, result: Mapping[str, Any]) -> dict[str, Figure]:
     """All figures that a run's history has something to show in, by file name."""
     about = About.of(result)
+    steps = {(row["stage"], row["round"]): row["step"] for row in history}
+    selected = {}
+    for domain, told in result["domains"].items():
+        chosen = told.get("selected") or {}
+        if (step := steps.get((chosen.get("stage"), chosen.get("round")))) is not None:
+            selected[domain] = step
     found = {
-        "validation": validation_curves(history, about),
+        "validation": validation_curves(history, about, selected),
         "losses": loss_curves(history, about),
         "bytes": bytes_per_round(history, about),
     }
@@ -79,10 +86,13 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def validation_curves(history: History, about: About, metrics: Sequence[str] | None = None) -> Figure | None:
-    """Validation metrics against rounds, one panel per metric and one line per domain, the best round marked.
+def validation_curves(
+    history: History, about: About, selected: Mapping[str, int], metrics: Sequence[str] | None = None
+) -> Figure | None:
+    """Validation metrics against rounds, one panel per metric and one line per domain, the selected round marked.
 
     Args:
+        selected: domain -> the step whose state the run selected; a domain without one has no mark.
         metrics: e.g. ("recall_at_20",). By default the metric that selects and, beside it, an NDCG at the same cut-off.
 
     Returns:
@@ -100,15 +110,18 @@ def validation_curves(history: History, about: About, metrics: Sequence[str] | N
         for domain, (steps, values) in lines.items():
             colour, marker = style[domain]
             _line(axis, steps, values, colour, marker)
-            best = int(np.nanargmax(values)) if np.isfinite(values).any() else 0
-            axis.plot(
-                steps[best], values[best], "*", color=colour, ms=15, mec="white", mew=1.2, zorder=5, clip_on=False
-            )
+            for place in np.flatnonzero(steps == selected.get(domain)):
+                axis.plot(steps[place], values[place], "*", color=colour, ms=15, mec="white", mew=1.2, zorder=5)
         _stages(axis, history)
         axis.set_ylabel(pretty(metric))
-    best_of = {d: np.nanmax(s[1]) for d, s in panels[next(iter(panels))].items() if np.isfinite(s[1]).any()}
-    labels = {d: f"{d}  (best {pretty(next(iter(panels)))} {best_of[d]:.4f})" if d in best_of else d for d in style}
-    _legend(figure, style, labels, [Line2D([], [], ls="", marker="*", color=_GREY, ms=12, label="best round")])
+    first = next(iter(panels))
+    labels = {}
+    for domain in style:
+        steps, values = panels[first].get(domain, (np.array([]), np.array([])))
+        value = values[steps == selected.get(domain)]
+        labels[domain] = f"{domain}  ({pretty(first)} {value[0]:.4f})" if len(value) else domain
+    star = Line2D([], [], ls="", marker="*", color=_GREY, ms=12, label="selected round")
+    _legend(figure, style, labels, [star] if selected else [])
     return figure
 
 

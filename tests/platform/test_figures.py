@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
+
 from crossfed.platform.report.figures import (
     About,
     bytes_per_round,
@@ -21,7 +23,6 @@ from crossfed.platform.report.figures import (
     validation_curves,
 )
 from crossfed.platform.seam import CrossfedError
-from matplotlib.figure import Figure
 
 ABOUT = About("FedCRF", "synthetic shops", "ratio-80-10-10", "3")
 RESULT = {
@@ -30,6 +31,10 @@ RESULT = {
     "seed": 3,
     "data": {"name": "d3-u700", "synthetic": True},
     "protocol": "ratio-80-10-10",
+    "domains": {
+        "A": {"selected": {"stage": "finetune", "round": 2, "value": 0.9, "rounds": 3}},
+        "B": {"selected": {"rounds": 3}},
+    },
 }
 
 
@@ -63,8 +68,12 @@ def test_real_data_is_not_called_synthetic() -> None:
     assert about == About("fedcrf", "beauty", "ratio-80-10-10", "3")
 
 
+def stars(figure: Figure, panel: int = 0) -> list[tuple[float, float]]:
+    return [(line.get_xdata()[0], line.get_ydata()[0]) for line in figure.axes[panel].lines if line.get_marker() == "*"]
+
+
 def test_validation_curves() -> None:
-    figure = validation_curves(history(), ABOUT)
+    figure = validation_curves(history(), ABOUT, {"A": 5, "B": 2})
     assert figure is not None
     recall, ndcg = figure.axes
     assert (recall.get_ylabel(), ndcg.get_ylabel()) == ("Recall@20", "NDCG@20")
@@ -73,22 +82,27 @@ def test_validation_curves() -> None:
         [0.1, 0.2, 0.3, 0.4, 0.9, 0.5],
         [0.1, 0.8, 0.3, 0.4, 0.5, 0.6],
     ]
-    stars = [(line.get_xdata()[0], line.get_ydata()[0]) for line in recall.lines if line.get_marker() == "*"]
-    assert stars == [(5, 0.9), (2, 0.8)]
+    assert stars(figure) == [(5, 0.9), (2, 0.8)]
+    assert stars(figure, 1) == [(5, 0.05), (2, 0.02)]
     [boundary] = [line for line in recall.lines if list(line.get_ydata()) == [0, 1]]
     assert list(boundary.get_xdata()) == [3.5, 3.5]
     assert {"pretrain", "finetune"} <= {t.get_text() for t in recall.texts}
-    assert "A  (best Recall@20 0.9000)" in texts(figure)
+    assert "A  (Recall@20 0.9000)" in texts(figure)
 
 
-def test_a_round_without_evaluation_and_nan_leave_the_best_in_place() -> None:
+def test_the_selected_round_is_the_result_s_and_a_domain_without_one_has_no_mark() -> None:
+    figure = run_figures(history(), RESULT)["validation"]
+    assert stars(figure) == [(5, 0.9)]
+    assert "A  (Recall@20 0.9000)" in texts(figure)
+
+
+def test_rounds_without_evaluation_are_left_out() -> None:
     rows = history()
-    rows[4]["metrics"]["val/A/recall_at_20"] = float("nan")
-    del rows[5]["metrics"]["val/A/recall_at_20"]
-    figure = validation_curves(rows, ABOUT)
+    del rows[1]["metrics"]["val/A/recall_at_20"]
+    figure = validation_curves(rows, ABOUT, {"A": 5}, ["recall_at_20"])
     assert figure is not None
-    stars = [line.get_xdata()[0] for line in figure.axes[0].lines if line.get_marker() == "*"]
-    assert stars == [4, 2]
+    [axis] = figure.axes
+    assert list(axis.lines[0].get_xdata()) == [1, 3, 4, 5, 6]
 
 
 def test_loss_curves_have_one_panel_per_name_and_a_log_axis_for_a_wide_range() -> None:

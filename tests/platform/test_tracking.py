@@ -246,6 +246,22 @@ def test_a_resumed_run_continues_the_same_run(out: Path) -> None:
     assert len(client.search_runs([client.get_experiment_by_name("crossfed").experiment_id])) == 1
 
 
+def test_bests_start_anew_with_a_stage(out: Path) -> None:
+    tracker = start(out / "run")
+    for step, (stage, value) in enumerate([("a", 0.9), ("a", 0.8), ("b", 0.1), ("b", 0.3), ("b", 0.2)], 1):
+        tracker.log({"val/B/x": value}, step, stage)
+    tracker.log({"val/B/x": 0.2}, 6)
+    tracker.finish("FINISHED")
+    assert [v for _, v in history(sqlite(out / "run"), tracker.run_id, "best/val/B/x")] == [
+        0.9,
+        0.9,
+        0.1,
+        0.3,
+        0.3,
+        0.3,
+    ]
+
+
 def test_resuming_a_deleted_run_opens_a_new_one(out: Path) -> None:
     first = start(out / "run")
     first.finish("KILLED")
