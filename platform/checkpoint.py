@@ -8,6 +8,7 @@ Layout of a run directory's `checkpoints/`:
       <node>.safetensors      its arrays
       <node>.best.*           the state of the best evaluated round of the current stage
       <node>.inbox.*          messages it has received and not yet read
+      <node>.uploaded.*       what it last sent with one row per item, where the run ends with an audit
 """
 
 from __future__ import annotations

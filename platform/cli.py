@@ -1,4 +1,4 @@
-"""The command line: `crossfed run`, `methods`, `data …`, `ui`, `replay`. A user's mistake is one sentence and exit code 2."""
+"""The command line: `crossfed run`, `compare`, `methods`, `data …`, `ui`, `replay`. A user's mistake is one sentence and exit code 2."""
 
 from __future__ import annotations
 
@@ -48,6 +48,21 @@ class View(StrEnum):
     live = "live"
     plain = "plain"
     quiet = "quiet"
+
+
+class Split(StrEnum):
+    """Which held-out part."""
+
+    validation = "validation"
+    test = "test"
+
+
+class Format(StrEnum):
+    """Forms of a table."""
+
+    markdown = "markdown"
+    latex = "latex"
+    csv = "csv"
 
 
 @app.callback(invoke_without_command=True)
@@ -272,6 +287,43 @@ def synth(
     from crossfed.platform.data.synthetic import generate
 
     _stats_table(generate(out, domains, users, items, interactions_per_user, overlap, seed))
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(help="Finished runs: directories, or ids below --out.")],
+    metric: Annotated[list[str] | None, typer.Option(help="Metrics of the table; the first is tested.")] = None,
+    against: Annotated[str | None, typer.Option(help="Row to test against; by default the first run's.")] = None,
+    split: Annotated[Split, typer.Option(help="Which split.")] = Split.test,
+    format: Annotated[Format, typer.Option(help="Form of the table.")] = Format.markdown,
+    by_activity: Annotated[bool, typer.Option("--cohorts", help="Also for cold, warm and active users.")] = False,
+    out: Out = RUNS,
+) -> None:
+    """Put finished runs into one table (mean ± deviation over seeds), with paired tests user by user."""
+    from crossfed.platform.report.compare import cohorts, load_runs, paired
+    from crossfed.platform.report.tables import table
+    from crossfed.platform.run import find_run
+
+    metrics = metric or ["recall_at_20", "ndcg_at_20"]
+    finished = load_runs([find_run(name, out) for name in runs])
+    labels = {run.result["run_id"]: run.label for run in finished}
+    made = table([run.result for run in finished], metrics, split.value, label=lambda row: labels[row["run_id"]])
+    typer.echo({"markdown": made.markdown, "latex": made.latex, "csv": made.csv}[format.value]().rstrip("\n"))
+    if split is Split.test and len(made.cells) > 1:
+        typer.echo(
+            f"\n{metrics[0]} against {against or next(iter(made.cells))}, paired over users (Wilcoxon, Holm-adjusted):"
+        )
+        for row in paired(finished, metrics[0], against):
+            told = row.comparison
+            typer.echo(
+                f"  {row.label}, {row.domain}: {told.difference:+.4f} ({row.relative:+.1%}), 95 % interval "
+                f"[{told.low:+.4f}, {told.high:+.4f}], p = {row.adjusted_p:.2g}, {told.n_users:,} users"
+            )
+    if by_activity:
+        typer.echo(f"\n{metrics[0]} by training interactions (cold ≤ 7, warm 8-15, active ≥ 16):")
+        for (label, domain), groups in cohorts(finished, metrics[0]).items():
+            told_groups = (f"{g.name} {next(iter(g.means.values()), float('nan')):.4f} ({g.n_users:,})" for g in groups)
+            typer.echo(f"  {label}, {domain}: {', '.join(told_groups)}")
 
 
 @app.command()

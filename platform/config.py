@@ -61,6 +61,7 @@ class Evaluation(Settings):
     )
     select: str = Field("recall_at_20", description="validation metric that selects the best round")
     every: PositiveInt = Field(1, description="rounds between two evaluations")
+    audit: bool = Field(False, description="attack the uploaded item vectors at the end (similarity-based inference)")
 
     @field_validator("protocol")
     @classmethod

@@ -23,6 +23,7 @@ from crossfed.platform.config import RunConfig
 from crossfed.platform.data import splits
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.evaluation import candidates
+from crossfed.platform.evaluation.audit import random_baseline, similarity_attack
 from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.evaluation.ranking import Ranking, rank
 from crossfed.platform.payloads import Entry, Gate, freeze
@@ -88,6 +89,7 @@ class Node:
         self.best: Any = None
         self._best_file: Path | None = None
         self._drawn: dict[str, candidates.Candidates] = {}
+        self.uploaded: dict[str, Array] = {}
         torch.set_num_threads(plan.config.resources.threads)
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -156,6 +158,9 @@ class Node:
         step = getattr(where, part)[phase].step
         out = step(self.state, inbox, self._context(where.name, round, part, phase))
         rows = self.gate.check(where, round, out.send)
+        if self.plan.config.evaluation.audit and self.data is not None:
+            for payload in out.send.values():
+                self.uploaded |= {key: np.array(v) for key, v in payload.items() if v.shape[:1] == (self.data.n_items,)}
         return dict(out.send), rows, {key: float(value) for key, value in out.metrics.items()}
 
     def evaluate(self) -> Measured:
@@ -163,6 +168,21 @@ class Node:
         if self.data is None or self.validation is None:
             raise RuntimeError("the server has nothing to evaluate")
         return self.measure("validation", (self.data.indptr, self.data.items), self.validation)[0]
+
+    def audit(self) -> dict[str, float]:
+        """What the vectors last sent give away: F1 of the similarity-based inference attack on this domain's users.
+
+        `<key>/f1_at_<k>` for every sent array with one row per item, `random/f1_at_<k>` for random vectors; empty where
+        nothing of the kind was sent. FedCRF, Table 6.
+        """
+        assert self.data is not None
+        found: dict[str, float] = {}
+        for key, vectors in self.uploaded.items():
+            if vectors.ndim == 2:
+                found |= {f"{key}/f1_at_{k}": f1 for k, f1 in similarity_attack(vectors, self.data).items()}
+        if found:
+            found |= {f"random/f1_at_{k}": f1 for k, f1 in random_baseline(self.data, 64).items()}
+        return found
 
     def measure(self, part: str, seen: tuple[Array, Array], truth: tuple[Array, Array]) -> tuple[Measured, Ranking]:
         """Rank `truth` for every user who has some, masking `seen`; both as (indptr, items)."""
@@ -231,6 +251,8 @@ class Node:
         base = folder / self.name
         checkpoint.save(base, self.method.state_dict(self.state))
         checkpoint.save(folder / f"{self.name}.inbox", dict(inbox))
+        if self.uploaded:
+            checkpoint.save(folder / f"{self.name}.uploaded", self.uploaded)
         if self.best is None:
             return
         target = folder / f"{self.name}.best"
@@ -247,6 +269,8 @@ class Node:
         best = folder / f"{self.name}.best"
         if Path(f"{best}.json").is_file():
             self.best, self._best_file = checkpoint.load(best), best
+        sent = folder / f"{self.name}.uploaded"
+        self.uploaded = checkpoint.load(sent) if Path(f"{sent}.json").is_file() else {}
         return {sender: dict(payload) for sender, payload in checkpoint.load(folder / f"{self.name}.inbox").items()}
 
 

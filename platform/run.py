@@ -291,6 +291,7 @@ def _run(
                 ready = time.perf_counter()
                 validation: dict[str, Measured] = nodes.each("evaluate", dict.fromkeys(plan.domains, ()))
                 test = finish(plan, nodes) if finish else {}
+                audit = nodes.each("audit", dict.fromkeys(plan.domains, ())) if config.evaluation.audit else {}
                 nodes.each("export", dict.fromkeys(plan.domains, ()))
                 break
             except NodeLost as error:
@@ -331,6 +332,7 @@ def _run(
                 "validation_candidates": validation[name].candidates,
             }
             | ({"test": test[name].metrics, "test_users": test[name].users} if test else {})
+            | ({"audit": audit[name]} if audit else {})
             for name in plan.domains
         },
         "bytes": _bytes(ledger, plan.domains),
@@ -372,6 +374,7 @@ def _artifacts(
     run_dir, last = plan.run_dir, max((row["step"] for row in history), default=0)
     ledger.to_parquet(run_dir / "ledger.parquet", index=False)
     for name, row in result["domains"].items():
+        tracker.log({f"final/audit/{name}/{key}": value for key, value in row.get("audit", {}).items()}, last)
         tracker.log(
             {
                 f"final/{split}/{name}/{key}": value

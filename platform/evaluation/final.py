@@ -21,8 +21,8 @@ def _measure(node: Node) -> Measured:
     measured, ranking = node.measure("test", (seen.indptr, seen.items), (test.indptr, test.items))
     folder = node.plan.run_dir / "per_user"
     folder.mkdir(exist_ok=True)
-    table = pd.DataFrame({"user": ranking.users, "n_truth": ranking.n_truth} | ranking.per_user)
-    table.attrs.clear()
+    trained = np.diff(train.indptr)[ranking.users]
+    table = pd.DataFrame({"user": ranking.users, "n_train": trained, "n_truth": ranking.n_truth} | ranking.per_user)
     table.to_parquet(folder / f"{node.name}.test.parquet", index=False)
     return measured
 

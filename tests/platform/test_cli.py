@@ -237,3 +237,49 @@ def test_prepare_from_a_users_own_files(call, tmp_path: Path) -> None:
     code, _, err = call("data", "prepare", tmp_path / "spec.yaml", "--out", tmp_path / "data2")
     assert code == 2 and "own.csv.gz" in err and len(err.strip().splitlines()) == 1
     assert not (tmp_path / "data2").exists()
+
+
+def test_compare_tables_tests_and_cohorts(call, shops: Path, tmp_path: Path) -> None:
+    import pandas as pd
+
+    runs: list[Path] = []
+    common = ["--data", shops, "--out", tmp_path, "--backend", "inprocess", "--set", "tracking.enabled=false"]
+    for args in (
+        ["lightgcn", "--seed", 1],
+        ["lightgcn", "--seed", 2],
+        ["fedcrf", "--seed", 1, "--set", "K=4", "--set", "rounds=1"],
+    ):
+        code, out, err = call("run", *args, *SMALL, "--set", "epochs=2", *common)
+        assert code == 0, err
+        runs.append(Path(out.strip().splitlines()[-1]).parent)
+    code, out, err = call("compare", *runs, "--cohorts")
+    assert code == 0, err
+    results = [json.loads((run / "result.json").read_text()) for run in runs]
+    mean = np.mean([result["domains"]["books"]["test"]["recall_at_20"] for result in results[:2]])
+    assert f"{mean:.4f}" in out and "protocol ratio-80-10-10" in out and "| lightgcn | 2 |" in out
+    tables = [pd.read_parquet(run / "per_user" / "games.test.parquet")["recall_at_20"] for run in runs]
+    difference = float((tables[2] - (tables[0] + tables[1]) / 2).mean())
+    assert f"fedcrf, games: {difference:+.4f}" in out and "30 users" in out
+    assert "lightgcn, films: cold" in out
+    code, out, _ = call("compare", runs[0], runs[2], "--format", "csv", "--split", "validation", "--metric", "mrr@10")
+    assert code == 0 and out.startswith("method,domain,split,metric")
+    code, _, err = call("compare", runs[0], runs[2], "--against", "nobody")
+    assert code == 2 and "There is no row 'nobody'" in err
+    (runs[1] / "result.json").unlink()
+    code, _, err = call("compare", *runs)
+    assert code == 2 and "holds no result.json" in err
+
+
+def test_the_audit_attacks_what_was_uploaded_and_survives_a_resume(call, shops: Path, tmp_path: Path) -> None:
+    common = ["--data", shops, "--out", tmp_path, "--backend", "inprocess", "--set", "evaluation.audit=true"]
+    code, out, err = call("run", *FEDCRF, *common)
+    assert code == 0, err
+    result = json.loads(Path(out.strip().splitlines()[-1]).read_text())
+    audit = result["domains"]["books"]["audit"]
+    assert set(audit) == {f"{what}/f1_at_{k}" for what in ("item_vectors", "random") for k in (1, 3, 5)}
+    assert all(0 < value < 1 for value in audit.values())
+    run_dir = Path(out.strip().splitlines()[-1]).parent
+    (run_dir / "result.json").unlink()
+    code, out, err = call("run", "--resume", run_dir)  # every round is committed: only the end is done again
+    assert code == 0, err
+    assert json.loads((run_dir / "result.json").read_text())["domains"] == result["domains"]
