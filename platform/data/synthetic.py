@@ -39,7 +39,7 @@ VERSION = 1
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "small": {"domains": 3, "users": 700, "items": 500, "interactions_per_user": 9.0, "overlap": 0.0},
+        "small": {"domains": 3, "users": 1_500, "items": 1_000, "interactions_per_user": 7.0, "overlap": 0.0},
         "medium": {"domains": 3, "users": 20_000, "items": 10_000, "interactions_per_user": 12.0, "overlap": 0.1},
         # The sizes of Amazon Book–Movie in P2P-IAGR's Table 4, with its 18,031 shared users.
         "large": {
@@ -180,9 +180,9 @@ _TEMPLATES = (
 def generate(
     out: Path,
     domains: int | Sequence[str] = 3,
-    users: int | Sequence[int] = 700,
-    items: int | Sequence[int] = 500,
-    interactions_per_user: float | Sequence[float] = 9.0,
+    users: int | Sequence[int] = 1_500,
+    items: int | Sequence[int] = 1_000,
+    interactions_per_user: float | Sequence[float] = 7.0,
     overlap: float = 0.0,
     seed: int = 0,
 ) -> PreparedData:

@@ -188,7 +188,7 @@ def test_more_domains_than_shops_in_the_list(tmp_path: Path) -> None:
         ({"items": 3}, "3 items"),
         ({"users": (100, 100)}, "2 values of users for 3 domains"),
         ({"interactions_per_user": 2.0}, "at least 5"),
-        ({"interactions_per_user": 300.0}, "a quarter of its 500 items"),
+        ({"interactions_per_user": 300.0}, "a quarter of its 1000 items"),
         ({"users": 100, "items": 1000}, "at least two interactions per item"),
         ({"overlap": 1.5}, "from 0 to 1"),
         ({"seed": -1}, "must not be negative"),
