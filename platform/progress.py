@@ -213,7 +213,7 @@ class Progress:
         names = list(dict.fromkeys(name for row in summary_rows for name in (*row.validation, *row.test)))
         cut = names[0].rpartition("_at_")[2]
         width = max(len(row.domain) for row in summary_rows) + len("validation") + 7
-        shown = []
+        shown: list[str] = []
         for name in names:
             if name.rpartition("_at_")[2] == cut and (not shown or width + len(name) + 3 <= self._console.width):
                 shown.append(name)

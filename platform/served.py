@@ -20,9 +20,11 @@ import mlflow.pyfunc
 import numpy as np
 import pandas as pd
 import torch
-from crossfed.platform.seam import CrossfedError
 from mlflow.models import ModelSignature
+from mlflow.pyfunc.model import PythonModel
 from mlflow.types.schema import Array, ColSpec, DataType, Schema
+
+from crossfed.platform.seam import CrossfedError
 
 K = 10
 """How many items are recommended where the request does not say."""
@@ -54,7 +56,7 @@ set_model(Recommender())
 _BLOCK = 256
 
 
-class Recommender(mlflow.pyfunc.PythonModel):
+class Recommender(PythonModel):
     """Recommends items to users; see the module's docstring for how it is called."""
 
     def load_context(self, context: Any) -> None:

@@ -550,7 +550,7 @@ class _Store:
             if state.run_id is None:
                 raise CrossfedError(f"the entry that opens the run is missing from {run_dir / SPOOL}")
             try:
-                getattr(self, f"_{entry['op']}")(client, entry, state, run_dir)
+                getattr(self, f"_{entry['op']}")(client, state.run_id, entry, state, run_dir)
             except MlflowException as error:
                 if error.error_code in _FINAL:
                     raise _RefusedError(_words(error)) from error
@@ -617,27 +617,27 @@ class _Store:
             )
         return str(found.experiment_id)
 
-    def _metrics(self, client: MlflowClient, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
+    def _metrics(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
         from mlflow.entities import Metric
 
         metrics = [Metric(k, v, entry["time"], entry["step"]) for k, v in entry["metrics"].items()]
         for first in range(0, len(metrics), 1000):
-            client.log_batch(state.run_id, metrics=metrics[first : first + 1000])
+            client.log_batch(run_id, metrics=metrics[first : first + 1000])
 
-    def _tags(self, client: MlflowClient, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
+    def _tags(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
         for key, value in entry["tags"].items():
-            client.set_tag(state.run_id, key, value)
+            client.set_tag(run_id, key, value)
 
-    def _artifact(self, client: MlflowClient, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
+    def _artifact(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
         path = run_dir / entry["path"]
         if path.is_dir():
-            client.log_artifacts(state.run_id, str(path), entry["folder"])
+            client.log_artifacts(run_id, str(path), entry["folder"])
         elif path.is_file():
-            client.log_artifact(state.run_id, str(path), entry["folder"])
+            client.log_artifact(run_id, str(path), entry["folder"])
         else:
             raise _RefusedError(f"{path} is absent")
 
-    def _model(self, client: MlflowClient, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
+    def _model(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
         from mlflow.entities import LoggedModelOutput
         from mlflow.models import Model
 
@@ -645,23 +645,21 @@ class _Store:
         if not folder.is_dir():
             raise _RefusedError(f"{folder} is absent")
         if "model_id" not in entry:  # kept with the entry when the rest has to wait
-            created = client.create_logged_model(
-                state.experiment_id, entry["name"], state.run_id, model_type="recommender"
-            )
+            created = client.create_logged_model(state.experiment_id, entry["name"], run_id, model_type="recommender")
             entry["model_id"] = created.model_id
         description = Model.load(str(folder / "MLmodel"))
-        description.model_id, description.run_id = entry["model_id"], state.run_id
+        description.model_id, description.run_id = entry["model_id"], run_id
         description.save(str(folder / "MLmodel"))
         client.log_model_artifacts(entry["model_id"], str(folder))
         client.finalize_logged_model(entry["model_id"], "READY")
-        client.log_outputs(state.run_id, [LoggedModelOutput(entry["model_id"], entry["step"])])
+        client.log_outputs(run_id, [LoggedModelOutput(entry["model_id"], entry["step"])])
         state.model_id = entry["model_id"]
         shutil.rmtree(folder)
 
-    def _finish(self, client: MlflowClient, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
+    def _finish(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
         if entry["reason"]:
-            client.set_tag(state.run_id, "crossfed.reason", entry["reason"][:_TAG_LIMIT])
-        client.set_terminated(state.run_id, entry["status"], entry["time"])
+            client.set_tag(run_id, "crossfed.reason", entry["reason"][:_TAG_LIMIT])
+        client.set_terminated(run_id, entry["status"], entry["time"])
 
 
 _FINAL = frozenset(
@@ -689,7 +687,7 @@ def _find_run(client: MlflowClient, state: _State, entry: dict[str, Any]) -> Any
                 raise
         _LOG.warning("tracking: the MLflow run %s is not there any more; a new one is opened", state.run_id)
         return None
-    found = client.search_runs([state.experiment_id], f"tags.`{_KEY_TAG}` = '{entry['key']}'", max_results=1)
+    found = client.search_runs([str(state.experiment_id)], f"tags.`{_KEY_TAG}` = '{entry['key']}'", max_results=1)
     return found[0] if found else None
 
 

@@ -19,7 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from crossfed.platform.progress import size
-from crossfed.platform.seam import Array, CrossfedError
+from crossfed.platform.seam import SERVER, Array, CrossfedError
 
 History = Sequence[Mapping[str, Any]]
 
@@ -151,14 +151,17 @@ def loss_curves(history: History, about: About) -> Figure | None:
 
 
 def bytes_per_round(history: History, about: About) -> Figure | None:
-    """Bytes sent up to the server or to other domains, and received, in every round.
+    """Bytes sent up to the server or to other domains, and received, in every round of the stages that send anything.
 
     Returns:
         The figure, or None when nothing was ever sent.
     """
+    sending = {row["stage"] for row in history if row["bytes_up"] or row["bytes_down"]}
+    silent = [stage for stage in dict.fromkeys(row["stage"] for row in history) if stage not in sending]
+    history = [row for row in history if row["stage"] in sending]
     steps = np.array([row["step"] for row in history], float)
     counts = {side: np.array([row[f"bytes_{side}"] for row in history], float) for side in ("up", "down")}
-    if not any(c.any() for c in counts.values()):
+    if not sending:
         return None
     figure, [axis] = _grid(1, "Bytes per round", about)
     for offset, (side, colour) in zip((-0.2, 0.2), (("up", _COLOURS[0]), ("down", _COLOURS[4])), strict=True):
@@ -171,6 +174,8 @@ def bytes_per_round(history: History, about: About) -> Figure | None:
     axis.set_ylim(bottom=0)
     axis.set_ylabel("bytes, all domains together")
     _stages(axis, history)
+    if silent:
+        axis.set_xlabel(f"round, over all stages (nothing is sent in {', '.join(silent)})")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     return figure
 
@@ -255,7 +260,8 @@ def item_map(
         first += len(part)
     handles = []
     if centres is not None:
-        axis.scatter(*places[first:].T, s=130, marker="*", color="black", edgecolors="white", linewidths=0.8, zorder=5)
+        x, y = places[first:].T
+        axis.scatter(x, y, s=130, marker="*", color="black", edgecolors="white", linewidths=0.8, zorder=5)
         handles.append(Line2D([], [], ls="", marker="*", color="black", ms=11, label=f"{len(centres)} centres"))
     axis.set_xticks([])
     axis.set_yticks([])
@@ -280,9 +286,15 @@ def pretty(metric: str) -> str:
 
 
 def _series(history: History, kind: str) -> dict[tuple[str, str], tuple[Array, Array]]:
-    """(node, name) -> steps and values, for all metrics `kind/<node>/<name>`."""
-    found: dict[tuple[str, str], tuple[list[int], list[float]]] = {}
+    """(node, name) -> steps and values, for all metrics `kind/<node>/<name>`; NaN between stages, which breaks the line."""
+    found: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
+    stage = None
     for row in history:
+        if stage is not None and row["stage"] != stage:
+            for steps, values in found.values():
+                steps.append(row["step"] - 0.5)
+                values.append(math.nan)
+        stage = row["stage"]
         for key, value in row["metrics"].items():
             head, _, rest = key.partition("/")
             node, _, name = rest.rpartition("/")
@@ -348,8 +360,8 @@ def _stages(axis: Axes, history: History) -> None:
 
 
 def _styles(names: Any) -> dict[str, tuple[str, str]]:
-    """Name -> colour and marker, by order of appearance."""
-    unique = list(dict.fromkeys(names))
+    """Name -> colour and marker, by order of appearance; the server last, so that domains look the same everywhere."""
+    unique = sorted(dict.fromkeys(names), key=lambda name: name == SERVER)
     return {n: (_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)]) for i, n in enumerate(unique)}
 
 

@@ -77,11 +77,10 @@ def test_validation_curves() -> None:
     assert figure is not None
     recall, ndcg = figure.axes
     assert (recall.get_ylabel(), ndcg.get_ylabel()) == ("Recall@20", "NDCG@20")
-    curves = [line for line in recall.lines if len(line.get_xdata()) == 6]
-    assert [list(c.get_ydata()) for c in curves] == [
-        [0.1, 0.2, 0.3, 0.4, 0.9, 0.5],
-        [0.1, 0.8, 0.3, 0.4, 0.5, 0.6],
-    ]
+    first, second = (line.get_ydata() for line in recall.lines if len(line.get_xdata()) == 7)
+    nan = float("nan")  # the line is broken where the stage ends
+    assert np.array_equal(first, [0.1, 0.2, 0.3, nan, 0.4, 0.9, 0.5], equal_nan=True)
+    assert np.array_equal(second, [0.1, 0.8, 0.3, nan, 0.4, 0.5, 0.6], equal_nan=True)
     assert stars(figure) == [(5, 0.9), (2, 0.8)]
     assert stars(figure, 1) == [(5, 0.05), (2, 0.02)]
     [boundary] = [line for line in recall.lines if list(line.get_ydata()) == [0, 1]]
@@ -102,7 +101,7 @@ def test_rounds_without_evaluation_are_left_out() -> None:
     figure = validation_curves(rows, ABOUT, {"A": 5}, ["recall_at_20"])
     assert figure is not None
     [axis] = figure.axes
-    assert list(axis.lines[0].get_xdata()) == [1, 3, 4, 5, 6]
+    assert list(axis.lines[0].get_xdata()) == [1, 3, 3.5, 4, 5, 6]
 
 
 def test_loss_curves_have_one_panel_per_name_and_a_log_axis_for_a_wide_range() -> None:
@@ -117,6 +116,14 @@ def test_bytes_per_round_counts_all() -> None:
     assert [p.get_height() for p in figure.axes[0].patches] == [1000.0] * 6 + [500.0] * 6
     assert "up  (total 6 kB)" in texts(figure)
     assert "down  (total 3 kB)" in texts(figure)
+
+
+def test_stages_that_send_nothing_are_named_instead_of_drawn() -> None:
+    rows = [row | ({"bytes_up": 0, "bytes_down": 0} if row["stage"] == "finetune" else {}) for row in history()]
+    figure = bytes_per_round(rows, ABOUT)
+    assert figure is not None
+    assert len(figure.axes[0].patches) == 6
+    assert "nothing is sent in finetune" in figure.axes[0].get_xlabel()
 
 
 def test_a_long_run_has_lines_instead_of_bars() -> None:
