@@ -220,7 +220,7 @@ class Tracker:
             tracker._spool.set_aside()
         state = tracker._state
         state.uri, state.run_id = redact(uri), resume_run_id or state.run_id
-        state.write(run_dir)
+        tracker._save_state()
         tracker._submit(
             {
                 "op": "open",
@@ -311,8 +311,12 @@ class Tracker:
     def figure(self, figure: Figure, name: str) -> None:
         """Save a figure as `<run>/figures/<name>.png` and record it; saved with tracking off, too."""
         path = self._dir / "figures" / f"{name}.png"
-        path.parent.mkdir(exist_ok=True)
-        figure.savefig(path)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            figure.savefig(path)
+        except OSError as error:
+            self._warn(f"the figure {path} cannot be written: {error.strerror or error}")
+            return
         self.artifact(path, "figures")
 
     def model(self, run_dir: Path, domains: Sequence[str], name: str = "recommender", step: int = 0) -> None:
@@ -323,8 +327,12 @@ class Tracker:
 
         folder = self._dir / "mlflow-model"
         shutil.rmtree(folder, ignore_errors=True)
-        with _bounded():
-            served.save(run_dir, domains, folder)
+        try:
+            with _bounded():
+                served.save(run_dir, domains, folder)
+        except Exception as error:  # the run's own model is in its directory already
+            self._warn(f"tracking: the model cannot be recorded ({_words(error)})")
+            return
         self._submit({"op": "model", "path": self._relative(folder), "name": safe_name(name), "step": step})
 
     def finish(self, status: Status, reason: str | None = None) -> None:
@@ -545,7 +553,8 @@ class _Store:
             self.ready = True
             if entry["op"] == "open":
                 self._open(client, entry, state)
-                state.write(run_dir)
+                with contextlib.suppress(OSError):  # a full disk is no reason to call the store away
+                    state.write(run_dir)
                 return
             if state.run_id is None:
                 raise CrossfedError(f"the entry that opens the run is missing from {run_dir / SPOOL}")
@@ -645,7 +654,9 @@ class _Store:
         if not folder.is_dir():
             raise _RefusedError(f"{folder} is absent")
         if "model_id" not in entry:  # kept with the entry when the rest has to wait
-            created = client.create_logged_model(state.experiment_id, entry["name"], run_id, model_type="recommender")
+            created = client.create_logged_model(
+                str(state.experiment_id), entry["name"], run_id, model_type="recommender"
+            )
             entry["model_id"] = created.model_id
         description = Model.load(str(folder / "MLmodel"))
         description.model_id, description.run_id = entry["model_id"], run_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -386,6 +387,32 @@ def test_replay_twice_changes_nothing(out: Path) -> None:
     second = replay(out / "run")
     assert second.run_id == first.run_id
     assert history(sqlite(out / "run"), first.run_id, "val/B/x") == [(1, 1.0)]
+
+
+def test_a_full_disk_is_a_warning_and_is_caught_up(out: Path) -> None:
+    warnings: list[str] = []
+    tracker = start(out / "run", warnings, system_metrics=False)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file of this process may grow
+    try:
+        tracker.log({"a": 1.0}, 1)
+        tracker.figure(Figure(), "nothing")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert any("out of reach" in text or "cannot be written" in text for text in warnings)
+    tracker.log({"a": 2.0}, 2)
+    tracker.finish("FINISHED")
+    assert history(sqlite(out / "run"), tracker.run_id, "a") == [(1, 1.0), (2, 2.0)]
+    assert "out of reach" not in tracker.status
+
+
+def test_a_model_that_cannot_be_packed_is_a_warning(out: Path) -> None:
+    warnings: list[str] = []
+    tracker = start(out / "run", warnings)
+    tracker.model(out / "run", ["A"])  # no configuration, no tensors there
+    tracker.finish("FINISHED")
+    assert "the model cannot be recorded" in warnings[0]
+    assert sqlite(out / "run").get_run(tracker.run_id).info.status == "FINISHED"
 
 
 def test_replay_of_an_untracked_directory(tmp_path: Path) -> None:
