@@ -86,6 +86,7 @@ class Node:
         self.artifacts: dict[str, Array] = {}
         self.validation: tuple[Array, Array] | None = None
         self.state: Any = None
+        self._parts: Array | None = None
         self.best: Any = None
         self._best_file: Path | None = None
         self._drawn: dict[str, candidates.Candidates] = {}
@@ -116,9 +117,10 @@ class Node:
         store = PreparedData.open(self.plan.data)
         users, items, times = store.interactions(self.name)
         n_users, n_items = store.sizes(self.name)
-        rule = get_protocol(evaluation.protocol).split
-        labels = splits.assign(users, items, times, n_users, rule, evaluation.split_seed)
-        chosen = labels == ("train", "validation", "test").index(part)
+        if self._parts is None:
+            rule = get_protocol(evaluation.protocol).split
+            self._parts = splits.assign(users, items, times, n_users, rule, evaluation.split_seed)
+        chosen = self._parts == ("train", "validation", "test").index(part)
         return Interactions.build(n_users, n_items, users[chosen], items[chosen], times[chosen])
 
     def _truth(self, part: str) -> tuple[Array, Array]:

@@ -184,10 +184,10 @@ class Rounds:
                     self._round(index, stage)
                     if progress.round % self.config.checkpoint_every == 0:
                         self.commit()
-                self._phases(index, "close", stage.close, progress.round)
-                self._write_ledger()
                 if stage.evaluate and stage.keep_best:
                     self._call("restore_best", self.plan.nodes)
+                self._phases(index, "close", stage.close, progress.round)
+                self._write_ledger()
                 self._remember(stage)
             self.mail = {}
             progress.stage, progress.opened, progress.round = index + 1, False, 0
@@ -225,7 +225,8 @@ class Rounds:
         """Run phases in order; what one sends is what the receiver's next phase finds in its inbox."""
         metrics: dict[str, float] = {}
         for number, phase in enumerate(phases):
-            where = [SERVER] if phase.at == "server" else self._active(self.stages[index])
+            domains = list(self.plan.domains) if part == "close" else self._active(self.stages[index])
+            where = [SERVER] if phase.at == "server" else domains
             inboxes = {name: self.mail.pop(name, {}) for name in where}
             for sender, sent in self.nodes.run_phase(index, part, number, round, inboxes).items():
                 self.watch.check(sent.rows)

@@ -168,7 +168,8 @@ class Stage:
         name: the stage's name in metrics and checkpoints.
         rounds: how many rounds at most; 0 skips the stage, `open` and `close` included.
         each: the phases of a round.
-        open, close: phases before the first and after the last round (messages along the same edges are allowed).
+        open, close: phases before the first and after the last round (messages along the same edges are allowed). `close`
+            runs at all domains, also those that stopped early, and on the best state where `keep_best` is set.
         edges: the directions in which messages may travel; empty for a stage that stays local, where sending raises.
         evaluate: rank the validation set after the rounds of this stage (at the run's evaluation interval).
         patience: stop after so many evaluations without a better validation metric; None never stops early. In a stage

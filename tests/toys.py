@@ -119,6 +119,23 @@ TWO_STAGES = _method(
     ),
     (X_UP, X_DOWN),
 )
+
+
+def _mark(state: Toy, inbox: Mapping, ctx: Context) -> Out:
+    state.noise = float(state.x[0])
+    return Out()
+
+
+CLOSES = _method(
+    "closes",
+    lambda c: (
+        Stage("drift", 12, (Phase(drift),), patience=1, close=(Phase(_mark),)),
+        Stage(
+            "still", 1, (Phase(lambda state, inbox, ctx: Out(metrics={"marked": state.noise, "x": float(state.x[0])})),)
+        ),
+    ),
+    server=False,
+)
 GOSSIP = _method(
     "gossip",
     lambda c: (Stage("talk", c.rounds, (Phase(gossip),), edges=frozenset({Direction.PEER}), keep_best=False),),

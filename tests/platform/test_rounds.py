@@ -150,6 +150,19 @@ def test_a_local_stage_keeps_each_domain_at_its_own_best(shops: Path, tmp_path: 
         assert len(curve) in (best + 1 + 2, 12)  # two evaluations without a better one, or the stage's end
 
 
+def test_close_runs_everywhere_on_the_best_state(shops: Path, tmp_path: Path) -> None:
+    done = run_federation(config("CLOSES", shops, tmp_path))
+    rows = history(done.run_dir)
+    assert len({row["stage"] for row in rows}) == 2
+    for name in done.result["domains"]:
+        drifted = [
+            row["metrics"] for row in rows if row["stage"] == "drift" and f"val/{name}/recall_at_20" in row["metrics"]
+        ]
+        best = int(np.argmax([metrics[f"val/{name}/recall_at_20"] for metrics in drifted]))
+        assert len(drifted) < 12  # every domain stopped early
+        assert rows[-1]["metrics"][f"train/{name}/marked"] == drifted[best][f"train/{name}/x"]
+
+
 def test_a_stage_with_edges_keeps_the_best_mean(shops: Path, tmp_path: Path) -> None:
     done = run_federation(config("AVERAGE", shops, tmp_path, "rounds=6"))
     rows = history(done.run_dir)
