@@ -97,8 +97,14 @@ class Progress:
     def __init__(self, mode: Literal["live", "plain", "quiet"], stream: TextIO) -> None:
         self._mode = mode
         self._stream = stream
+        # a file has no width of its own: the final table gets one that its seven usual metrics fit
+        known = stream.isatty() or "COLUMNS" in os.environ
         self._console = Console(
-            file=stream, force_terminal=True if mode == "live" else None, highlight=False, soft_wrap=mode != "live"
+            file=stream,
+            force_terminal=True if mode == "live" else None,
+            highlight=False,
+            soft_wrap=mode != "live",
+            width=None if known else 140,
         )
         self._errors = Console(stderr=True, highlight=False, soft_wrap=True)
         self._live: Live | None = None
