@@ -50,6 +50,14 @@ class View(StrEnum):
     quiet = "quiet"
 
 
+class Size(StrEnum):
+    """Sizes of synthetic data."""
+
+    small = "small"
+    medium = "medium"
+    large = "large"
+
+
 class Split(StrEnum):
     """Which held-out part."""
 
@@ -276,17 +284,24 @@ def _stats_table(prepared: PreparedData) -> None:
 @data_app.command()
 def synth(
     out: Annotated[Path, typer.Option(help="Directory to make.")],
-    domains: Annotated[int, typer.Option(min=1, help="Number of domains.")] = 3,
-    users: Annotated[int, typer.Option(min=20, help="Users per domain.")] = 700,
-    items: Annotated[int, typer.Option(min=20, help="Items per domain.")] = 400,
-    interactions_per_user: Annotated[float, typer.Option(min=5, help="Mean interactions per user.")] = 10.0,
-    overlap: Annotated[float, typer.Option(min=0, max=1, help="Share of users found in every domain.")] = 0.0,
+    size: Annotated[
+        Size, typer.Option(help="Sizes to start from; large is that of Amazon Books and Movies.")
+    ] = Size.small,
+    domains: Annotated[int | None, typer.Option(min=1, help="Number of domains.")] = None,
+    users: Annotated[int | None, typer.Option(min=20, help="Users per domain.")] = None,
+    items: Annotated[int | None, typer.Option(min=20, help="Items per domain.")] = None,
+    interactions_per_user: Annotated[float | None, typer.Option(min=5, help="Mean interactions per user.")] = None,
+    overlap: Annotated[float | None, typer.Option(min=0, max=1, help="Share of users found in every domain.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the generator.")] = 0,
 ) -> None:
     """Generate synthetic shops whose users' interests are shared across domains."""
-    from crossfed.platform.data.synthetic import generate
+    from crossfed.platform.data.synthetic import PRESETS, generate
 
-    _stats_table(generate(out, domains, users, items, interactions_per_user, overlap, seed))
+    given = {
+        "domains": domains, "users": users, "items": items, "interactions_per_user": interactions_per_user, "overlap": overlap,
+    }  # fmt: skip
+    chosen = {**PRESETS[size.value], **{key: value for key, value in given.items() if value is not None}}
+    _stats_table(generate(out, **chosen, seed=seed))
 
 
 @app.command()

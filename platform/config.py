@@ -17,6 +17,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
+from crossfed.platform.data import synthetic
 from crossfed.platform.discovery import find_method, method_file, nearest
 from crossfed.platform.evaluation.metrics import metric_name
 from crossfed.platform.evaluation.protocols import get_protocol
@@ -30,14 +31,19 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+_SHOPS = synthetic.PRESETS["small"]
+
+
 class Synthetic(Settings):
     """The embedded synthetic shops, used when no data directory is given."""
 
-    domains: int = Field(3, ge=1, le=64, description="number of domains")
-    users: int = Field(700, ge=20, description="users per domain")
-    items: int = Field(400, ge=20, description="items per domain")
-    interactions_per_user: float = Field(10.0, ge=5, description="mean interactions per user")
-    overlap: float = Field(0.0, ge=0, le=1, description="share of a domain's users found in every domain")
+    domains: int = Field(_SHOPS["domains"], ge=1, le=64, description="number of domains")
+    users: int = Field(_SHOPS["users"], ge=20, description="users per domain")
+    items: int = Field(_SHOPS["items"], ge=20, description="items per domain")
+    interactions_per_user: float = Field(
+        _SHOPS["interactions_per_user"], ge=5, description="mean interactions per user"
+    )
+    overlap: float = Field(_SHOPS["overlap"], ge=0, le=1, description="share of a domain's users found in every domain")
     seed: int = Field(0, ge=0, description="seed of the generator, apart from the run's seed")
 
 

@@ -29,8 +29,8 @@ from safetensors.torch import load_file
 from crossfed.platform.artifacts import ArtifactStore, default_root
 from crossfed.platform.checkpoint import write_json
 from crossfed.platform.config import RunConfig, build
+from crossfed.platform.data import synthetic
 from crossfed.platform.data.store import PreparedData
-from crossfed.platform.data.synthetic import generate
 from crossfed.platform.nodes import InProcess, Measured, NodeLost, Nodes, Plan
 from crossfed.platform.progress import Progress, SummaryRow, make_progress
 from crossfed.platform.report import figures
@@ -57,12 +57,7 @@ def resolve_data(config: RunConfig) -> Path:
     """The prepared data directory of a run; the embedded synthetic shops are generated once and kept in the cache."""
     if config.data is not None:
         return config.data.absolute()
-    settings = config.synthetic.model_dump()
-    name = "-".join(f"{key[0]}{value:g}" for key, value in settings.items())
-    path = default_root() / "synthetic" / name
-    if not path.exists():
-        generate(path, **settings)
-    return path
+    return synthetic.ensure(default_root() / "synthetic", **config.synthetic.model_dump())
 
 
 def chosen_domains(config: RunConfig, data: PreparedData) -> tuple[str, ...]:
