@@ -14,11 +14,12 @@ import mlflow
 import numpy as np
 import pandas as pd
 import pytest
+from mlflow import MlflowClient
+
 from crossfed.platform import served
 from crossfed.platform.config import build
 from crossfed.platform.run import load_scorer, run_federation
 from crossfed.platform.seam import CrossfedError
-from mlflow import MlflowClient
 
 
 @pytest.fixture(scope="module")
