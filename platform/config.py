@@ -22,7 +22,7 @@ from crossfed.platform.discovery import find_method, method_file, nearest
 from crossfed.platform.evaluation.metrics import metric_name
 from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.seam import CrossfedError, Method, MethodConfig
-from crossfed.platform.tracking import TrackingSettings
+from crossfed.platform.tracking import TrackingSettings, redact
 
 
 class Settings(BaseModel):
@@ -179,7 +179,8 @@ def _told(error: ValidationError, where: str, model: type[BaseModel]) -> Crossfe
     if isinstance(inner := first.get("ctx", {}).get("error"), CrossfedError):
         return CrossfedError(f"{where}: {key}: {inner}")
     message = first["msg"].removeprefix("Value error, ")
-    value = "" if isinstance(first["input"], dict) else f" = {first['input']!r}"
+    given = redact(first["input"]) if isinstance(first["input"], str) else first["input"]
+    value = "" if isinstance(given, dict) else f" = {given!r}"
     return CrossfedError(f"{where}: {key}{value} is not possible: {message[0].lower()}{message[1:].rstrip('.')}.")
 
 

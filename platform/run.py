@@ -267,7 +267,7 @@ def _run(
             view.stage(row.stage, row.rounds)
         view.round(row.stage, row.round, row.rounds, row.metrics, row.seconds, row.bytes_up, row.bytes_down)
         extra = {"bytes/up": row.bytes_up, "bytes/down": row.bytes_down, "seconds/round": row.seconds}
-        tracker.log(row.metrics | extra | ({} if row.best is None else {"val_best": row.best}), row.step)
+        tracker.log(row.metrics | extra | ({} if row.best is None else {"val_best": row.best}), row.step, row.stage)
         if on_round:
             on_round(row)
 
@@ -384,7 +384,25 @@ def _artifacts(
         tracker.artifact(run_dir / "per_user", "per_user")
     for name, figure in figures.run_figures(history, result).items():
         tracker.figure(figure, name)
+    tracker.describe(_described(result, plan.config.evaluation.select))
     tracker.model(run_dir, plan.domains, step=last)
+
+
+def _described(result: dict[str, Any], select: str) -> str:
+    """The run's page in the UI: what it is, and its numbers."""
+    kind = "synthetic data" if result["data"]["synthetic"] else "data"
+    rows = [
+        f"| {name} | {row['validation'][select]:.4f} | {row['test'][select]:.4f} | {result['candidates'][name]} |"
+        if "test" in row
+        else f"| {name} | {row['validation'][select]:.4f} | – | {result['candidates'][name]} |"
+        for name, row in result["domains"].items()
+    ]
+    head = (
+        f"**{result['method']}**, {kind} {result['data']['name']}, protocol {result['protocol']}, seed {result['seed']}"
+    )
+    return "\n".join(
+        [head, "", f"| domain | validation {select} | test {select} | candidates |", "|---|---|---|---|", *rows]
+    )
 
 
 def _summary(view: Progress, config: RunConfig, result: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from crossfed.platform.seam import CrossfedError
 
@@ -76,6 +76,16 @@ class TrackingSettings(BaseModel):
     require: bool = False
     system_metrics: bool = True
     parent_run_id: str | None = None
+
+    @field_validator("uri")
+    @classmethod
+    def _without_password(cls, value: str | None) -> str | None:
+        if value is not None and redact(value) != value:
+            raise ValueError(
+                "a password does not belong in a run's files: set MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD, in the environment"
+            )
+        return value
 
 
 @dataclass(frozen=True, slots=True)

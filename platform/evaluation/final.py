@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+
 from crossfed.platform.nodes import Measured, Node, Nodes, Plan
 from crossfed.platform.seam import Interactions
 

@@ -108,3 +108,9 @@ def test_a_wrong_run_file_is_named(text: str, words: str, tmp_path: Path) -> Non
 def test_a_missing_run_file_is_named() -> None:
     with pytest.raises(CrossfedError, match=r"There is no run file nowhere\.yaml"):
         build("nowhere.yaml")
+
+
+def test_a_password_in_the_tracking_uri_is_refused_without_being_repeated() -> None:
+    with pytest.raises(CrossfedError, match="MLFLOW_TRACKING_URI") as caught:
+        build("lightgcn", sets=["tracking.uri=https://me:secret@mlflow.example"])
+    assert "secret" not in str(caught.value)
