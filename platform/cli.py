@@ -1,4 +1,4 @@
-"""The command line: `crossfed run`, `compare`, `methods`, `data …`, `ui`, `replay`. A user's mistake is one sentence and exit code 2."""
+"""The command line. A user's mistake is one sentence and exit code 2; a finished run prints the path of its result."""
 
 from __future__ import annotations
 
