@@ -44,6 +44,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
 from crossfed.methods.parts.graph import bipartite_adjacency, propagate
 from crossfed.methods.parts.losses import bpr, l2_ego
 from crossfed.methods.parts.sampling import bpr_epoch
@@ -59,7 +61,6 @@ from crossfed.platform.seam import (
     Stage,
     inner_product,
 )
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 class Config(MethodConfig):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from crossfed.platform.seam import Interactions
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

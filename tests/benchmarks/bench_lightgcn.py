@@ -25,13 +25,14 @@ from statistics import median
 import numpy as np
 import pandas as pd
 import torch
+from torch_geometric import EdgeIndex
+from torch_geometric.nn import LGConv
+
 from crossfed.methods.lightgcn import METHOD, Config, State
 from crossfed.methods.parts.graph import bipartite_adjacency, propagate
 from crossfed.platform.data.splits import TEST, TRAIN, VALIDATION, assign
 from crossfed.platform.evaluation.ranking import rank
 from crossfed.platform.seam import Context, Interactions, generators
-from torch_geometric import EdgeIndex
-from torch_geometric.nn import LGConv
 
 SHARED = Path(os.environ.get("CROSSFED_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+
 from crossfed.methods import lightgcn
 from crossfed.methods.lightgcn import METHOD, Config
 from crossfed.methods.parts.sampling import bpr_epoch

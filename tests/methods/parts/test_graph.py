@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from crossfed.methods.parts.graph import bipartite_adjacency, propagate, spmm, symmetric_adjacency
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import LGConv
+
+from crossfed.methods.parts.graph import bipartite_adjacency, propagate, spmm, symmetric_adjacency
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+
 from crossfed.methods.parts.losses import bernoulli_kl, bpr, info_nce, l2_ego
 
 

@@ -4,10 +4,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from crossfed.methods.parts.sampling import bpr_epoch, draw_negatives
-from crossfed.platform.seam import Interactions
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from crossfed.methods.parts.sampling import bpr_epoch, draw_negatives
+from crossfed.platform.seam import Interactions
 
 
 def history(data: Interactions, user: int) -> set[int]:
