@@ -28,7 +28,7 @@ from crossfed.platform.tracking import TrackingSettings, redact
 class Settings(BaseModel):
     """Base of every settings block: frozen, unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 _SHOPS = synthetic.PRESETS["small"]
@@ -106,7 +106,7 @@ class Resources(Settings):
     gpu_memory_fraction: float | None = Field(
         None, gt=0, le=1, description="cap on a domain's share of its GPU's memory"
     )
-    threads: PositiveInt = Field(1, description="torch threads per node; part of what makes CPU runs bit-equal")
+    threads: int = Field(1, ge=1, le=512, description="torch threads per node; part of what makes CPU runs bit-equal")
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field("PACK", description="Ray's strategy")
     start_timeout: float = Field(120.0, gt=0, description="seconds within which all actors must be up")
     max_restarts: int = Field(2, ge=0, description="how often lost nodes are restarted from the last committed round")
@@ -212,7 +212,10 @@ def _accepts(annotation: Any, kind: type) -> bool:
 def _set(target: dict[str, Any], dotted: str, value: Any) -> None:
     *path, last = dotted.split(".")
     for part in path:
-        target[part] = dict(target.get(part) or {})
+        inner = target.get(part) or {}
+        if not isinstance(inner, Mapping):
+            raise CrossfedError(f"{part} = {inner!r} is not possible: it holds keys such as {dotted}.")
+        target[part] = dict(inner)
         target = target[part]
     target[last] = value
 
@@ -227,7 +230,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
-        raise CrossfedError(f"{path}{line}: not valid YAML: {getattr(error, 'problem', error)}.") from error
+        problem = " ".join(str(getattr(error, "problem", error)).split())
+        raise CrossfedError(f"{path}{line}: not valid YAML: {problem}.") from error
     if not isinstance(loaded, dict):
         raise CrossfedError(f"{path} must hold a mapping with at least `method:`.")
     return loaded
@@ -256,11 +260,15 @@ def build(
         where, raw = method, _read_yaml(Path(method))
         if not isinstance(raw.get("method"), str):
             raise CrossfedError(f"{where}: method is missing.")
+        if not isinstance(raw.get("config") or {}, dict):
+            raise CrossfedError(
+                f"{where}: config = {raw['config']!r} is not possible: it maps the method's keys to values."
+            )
     found = find_method(raw["method"])
     shipped = method_file(raw["method"])
     preset = preset if preset is not None else raw.get("preset")
     presets = shipped.get("presets", {})
-    if preset is not None and preset not in presets:
+    if preset is not None and preset not in list(presets):  # a list, because YAML may give what cannot be hashed
         raise CrossfedError(f"{found.name} has no preset {preset!r}{nearest(str(preset), presets)}")
     raw = {**raw, "preset": preset}
     for key, value in (values or {}).items():
@@ -273,8 +281,8 @@ def build(
     for text in sets:
         key, equals, value = text.partition("=")
         key = key.strip().removeprefix("config.")
-        if not equals:
-            raise CrossfedError(f"--set {text!r} must read key=value.")
+        if not equals or not value:
+            raise CrossfedError(f"--set {text!r} must read key=value; the value null stands for none.")
         if key in own_fields:
             own[key] = value if own_fields[key].annotation is str else parse_value(value)
         elif key in run_keys:

@@ -43,6 +43,10 @@ def find_method(name: str) -> Method:
         if name not in method_names():
             raise CrossfedError(f"There is no method {name!r}{nearest(name, method_names())}")
         module, attribute = f"{PACKAGE}.{name}", "METHOD"
+    if not all(module.split(".")):
+        raise CrossfedError(
+            f"Method {name!r} cannot be loaded: {module!r} is not a module as in package.module:METHOD."
+        )
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ModuleNotFoundError, AttributeError) as error:

@@ -42,9 +42,9 @@ class LeakError(CrossfedError):
 
 
 class MethodConfig(BaseModel):
-    """Base of every method's `Config`: frozen, unknown keys are errors, defaults are validated."""
+    """Base of every method's `Config`: frozen, numbers are finite, unknown keys are errors, defaults are validated."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class Direction(StrEnum):

@@ -73,6 +73,10 @@ def test_values_of_set(text: str, value: object) -> None:
         (["seed=-1"], r"seed = -1 is not possible"),
         (["backend=spark"], r"backend = 'spark' is not possible: input should be 'ray' or 'inprocess'"),
         (["checkpoint_every=0"], r"checkpoint_every = 0"),
+        (["lr=inf"], r"lr = inf is not possible: input should be a finite number"),
+        (["resources.start_timeout=.inf"], r"resources.start_timeout = inf is not possible: input should be a finite"),
+        (["resources.threads=100000"], r"resources.threads = 100000 is not possible: input should be less than"),
+        (["data="], r"'data=' must read key=value; the value null stands for none"),
     ],
 )
 def test_a_mistake_is_one_sentence(sets: list[str], words: str) -> None:
@@ -96,6 +100,9 @@ def test_select_accepts_the_at_sign() -> None:
         ("- a\n", "must hold a mapping"),
         ("method: nope\n", "There is no method 'nope'"),
         ("method: fedcrf\npreset: nope\n", "no preset 'nope'"),
+        ("method: fedcrf\npreset: [nope]\n", "no preset \\['nope'\\]"),
+        ("method: fedcrf\nconfig: [K]\n", "config = \\['K'\\] is not possible"),
+        ("method: fedcrf\0", r"not valid YAML: unacceptable character .* position 14\.$"),
     ],
 )
 def test_a_wrong_run_file_is_named(text: str, words: str, tmp_path: Path) -> None:
@@ -103,6 +110,19 @@ def test_a_wrong_run_file_is_named(text: str, words: str, tmp_path: Path) -> Non
     file.write_text(text)
     with pytest.raises(CrossfedError, match=words):
         build(str(file))
+
+
+def test_setting_a_key_inside_a_plain_value_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("method: fedcrf\nevaluation: 3\n")
+    with pytest.raises(CrossfedError, match=r"evaluation = 3 is not possible: it holds keys such as evaluation\.every"):
+        build(str(file), sets=["evaluation.every=2"])
+
+
+@pytest.mark.parametrize("name", [":METHOD", ".relative:METHOD", "./file.py:METHOD"])
+def test_what_is_no_module_is_not_imported(name: str) -> None:
+    with pytest.raises(CrossfedError, match=r"is not a module as in package\.module:METHOD"):
+        build(name)
 
 
 def test_a_missing_run_file_is_named() -> None:
