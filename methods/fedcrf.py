@@ -58,7 +58,8 @@ Not stated in the paper
     - φ_emb is linear and starts near an isometry: the directions of largest variance of the domain's own text, rotated
       as close as possible to one random basis that all domains share (`projection`). The rotation keeps the coordinates
       of different domains comparable and evens out their variances, so that Eq. (3) hardly bends the geometry.
-    - μ and σ² start at the first round's statistics instead of 0 and 1, and are updated once per round.
+    - μ and σ² start at the first round's statistics and are updated once per round, with a small ρ (`momentum`): while
+      the projection trains, lagging statistics give each domain an offset, and the clusters would part by domain.
     - K-means: a member's weight is 1 / (distance + `cluster_eps`); every round starts from the last round's centres; an
       emptied cluster is re-seeded at the farthest item.
     - The centres arrive in normalised coordinates; FGSAT maps them back to the domain's own scale to mix them with t.
@@ -68,6 +69,7 @@ Not stated in the paper
       `own_bias`. Equal shares would make every item of a cluster a near copy of its centre, and the item graph coarse.
     - L_rec is BPR on x_u and x^id + t″/‖t″‖ in "pretrain" and on Eq. (21) in "finetune", with LightGCN's L2 term.
     - f(x_u, ·) = σ(x_uᵀ·), so KL is that of two Bernoulli variables; L_kd of Eq. (23) compares h^pre with h^local.
+    - "finetune" goes on from the IDs of "pretrain" (`warm_start`), with a fresh optimizer.
     - T^local comes from a second projection. Its graph is refreshed every `refresh_every` epochs, without gradient.
     - L_con runs over the different positive items of a batch. As printed, its denominator leaves the positive pair out;
       `contrast="infonce"` keeps it.
@@ -129,14 +131,14 @@ class Config(MethodConfig):
     layers: int = Setting(2, ge=0, description="LightGCN layers")
     batch_size: int = Setting(1024, ge=2, description="training pairs per batch")
     lr: float = Setting(0.005, gt=0, description="learning rate of the ID embeddings")
-    lr_text: float = Setting(0.001, gt=0, description="learning rate of projections and FGSAT ◇")
+    lr_text: float = Setting(0.0003, gt=0, description="learning rate of projections and FGSAT ◇")
     lr_decay: float = Setting(0.95, gt=0, le=1, description="factor per epoch of the finetune stage ◇")
     l2: float = Setting(1e-4, ge=0, description="weight of LightGCN's L2 term ◇")
     projection: Literal["aligned", "random"] = Setting("aligned", description="how φ starts ◇")
 
-    rounds: int = Setting(4, ge=0, description="federated rounds; the paper's 20 ◇")
+    rounds: int = Setting(8, ge=0, description="federated rounds; the paper has 20 ◇")
     K: int = Setting(50, ge=1, description="global clusters")
-    momentum: float = Setting(0.9, ge=0, lt=1, description="ρ of Eq. (4) ◇")
+    momentum: float = Setting(0.1, ge=0, lt=1, description="ρ of Eq. (4) ◇")
     cluster_eps: float = Setting(1.0, gt=0, description="ε of the K-means weights, in units of t̃ ◇")
     eta: float = Setting(1.0, gt=0, description="η of Eq. (8) ◇")
     residual: bool = Setting(True, description="t′ = t + ReLU(LZW₂) ◇")
@@ -149,7 +151,7 @@ class Config(MethodConfig):
     patience: int = Setting(5, ge=1, description="epochs without a better validation score ◇")
     neighbours: int = Setting(10, ge=1, description="N of the item graphs ◇")
     refresh_every: int = Setting(1, ge=1, description="epochs between refreshes of the local graph ◇")
-    warm_start: bool = Setting(False, description="whether finetune goes on from pretrain's IDs ◇")
+    warm_start: bool = Setting(True, description="whether finetune goes on from pretrain's IDs ◇")
     alpha: float = Setting(0.2, ge=0, description="weight of L_con")
     beta: float = Setting(0.2, ge=0, description="weight of L_kd")
     tau: float = Setting(0.5, gt=0, description="temperature of Eq. (20)")

@@ -595,7 +595,7 @@ def test_without_contrast_its_loss_is_gone() -> None:
     assert not torch.equal(cl, full)
 
 
-@pytest.mark.parametrize("change", [{"contrast": "infonce"}, {"beta": 0.0}, {"warm_start": True}, {"tau": 0.1}])
+@pytest.mark.parametrize("change", [{"contrast": "infonce"}, {"beta": 0.0}, {"warm_start": False}, {"tau": 0.1}])
 def test_every_choice_of_finetuning_matters(change: dict[str, Any]) -> None:
     one, two = (Run(small(**c)).stage("pretrain").stage("finetune", range(1, 3)) for c in ({}, change))
     assert not torch.equal(scores(one.states["north"]), scores(two.states["north"]))
