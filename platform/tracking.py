@@ -760,11 +760,17 @@ def _probe(uri: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         # MLflow creates its tables in several steps: one process at a time, also across containers that share no /tmp.
         with FileLock(path.with_name(path.name + ".lock"), timeout=60):
+            from mlflow import MlflowClient
+
+            if not path.exists():
+                # made under another name: MLflow can never complete tables that an interrupt left half made
+                part = path.with_name(path.name + ".part")
+                part.unlink(missing_ok=True)
+                MlflowClient(tracking_uri=f"sqlite:///{part}").get_experiment("0")
+                part.replace(path)
             with contextlib.closing(sqlite3.connect(path, timeout=3)) as connection:
                 connection.execute("BEGIN IMMEDIATE")
                 connection.rollback()
-            from mlflow import MlflowClient
-
             MlflowClient(tracking_uri=uri).get_experiment("0")
     else:
         import socket

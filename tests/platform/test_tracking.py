@@ -328,6 +328,32 @@ def test_processes_share_a_new_sqlite_store_in_silence(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("run*/tracking-spool.jsonl"))
 
 
+def test_an_interrupt_while_the_store_is_made_does_not_spoil_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted:
+        def __init__(self, tracking_uri: str) -> None:
+            self.file = tracking_uri.removeprefix("sqlite:///")
+
+        def get_experiment(self, _: str) -> None:
+            with sqlite3.connect(self.file) as connection:
+                connection.execute("CREATE TABLE experiments (half INTEGER)")
+            raise KeyboardInterrupt
+
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("mlflow.MlflowClient", Interrupted)
+        start(run_dir)
+    warnings: list[str] = []
+    start(run_dir, warnings).finish("FINISHED")
+    assert (
+        not warnings
+        and sqlite(run_dir).get_run((run_dir / "mlflow_run_id").read_text().strip()).info.status == "FINISHED"
+    )
+    assert not list(tmp_path.glob("mlflow.db.part*"))
+
+
 def test_a_locked_sqlite_store_is_spooled_and_caught_up(out: Path) -> None:
     run_dir, warnings = out / "run", []
     start(out / "other").finish("FINISHED")  # the store exists
