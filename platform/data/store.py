@@ -420,6 +420,18 @@ class PreparedData:
             )
         if missing := {"domains", "files", "recipe", "sources", "overlap", "synthetic"} - manifest.keys():
             raise CrossfedError(f"{path / MANIFEST} lacks {', '.join(sorted(missing))}; prepare the data again.")
+        try:
+            rows = {
+                name: {kind: manifest["files"][f"{name}/{kind}.parquet"]["rows"] for kind in _TABLES}
+                for name in manifest["domains"]
+            }
+            agree = rows == {name: {k: told[k] for k in _TABLES} for name, told in manifest["domains"].items()}
+        except (AttributeError, KeyError, TypeError):
+            agree = False
+        if not agree:
+            raise CrossfedError(
+                f"{path / MANIFEST} disagrees with itself on domains and files; prepare the data again."
+            )
         for name, expected in manifest["files"].items():
             file = path / name
             if not file.is_file():

@@ -180,6 +180,28 @@ def test_another_version(tmp_path):
         PreparedData.open(path)
 
 
+@pytest.mark.parametrize(
+    "domains",
+    [["a", "b"], {"a": {}}, {"c": {"users": 1, "items": 1, "interactions": 1}}],
+    ids=["a list", "without counts", "without files"],
+)
+def test_an_edited_manifest(tmp_path, domains):
+    path = write(tmp_path / "d").path
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"domains": domains}))
+    with pytest.raises(CrossfedError, match="disagrees with itself"):
+        PreparedData.open(path)
+
+
+def test_edited_counts(tmp_path):
+    path = write(tmp_path / "d").path
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["domains"]["a"]["users"] += 1
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CrossfedError, match="disagrees with itself"):
+        PreparedData.open(path)
+
+
 def test_damage_is_found(tmp_path):
     data = write(tmp_path / "d")
     data.verify()
