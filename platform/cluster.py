@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import secrets
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +44,9 @@ def connect(resources: Resources) -> bool:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if resources.address is not None:
         try:
+            _knock(resources.address)
             ray.init(address=resources.address, **quiet)
-        except (ConnectionError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise CrossfedError(f"No Ray cluster can be joined at {resources.address!r}: {reason}") from error
         return True
@@ -54,6 +56,13 @@ def connect(resources: Resources) -> bool:
     with _no_address():
         ray.init(include_dashboard=False, **quiet)
     return True
+
+
+def _knock(address: str) -> None:
+    """Raise OSError where nothing listens at `[ray://]host:port`; Ray's own attempts take a minute."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal() and int(port) < 2**16:
+        socket.create_connection((host, int(port)), timeout=5).close()
 
 
 @contextlib.contextmanager

@@ -300,6 +300,9 @@ def _link(source: Path, target: Path) -> None:
 class Nodes(Protocol):
     """All nodes of a run, wherever they are. A handle stands for a payload without showing it."""
 
+    def preflight(self, plan: Plan) -> None:
+        """Refuse, before anything is computed, what cannot be placed."""
+
     def start(self, plan: Plan) -> None:
         """Build every node and its initial state."""
 
@@ -330,6 +333,9 @@ class InProcess:
     def __init__(self) -> None:
         self.nodes: dict[str, Node] = {}
         self._threads = torch.get_num_threads()
+
+    def preflight(self, plan: Plan) -> None:
+        local_device(plan.config)
 
     def start(self, plan: Plan) -> None:
         device = local_device(plan.config)

@@ -87,12 +87,16 @@ class RayNodes:
         self.started = False
         self.timeout: float | None = None
 
-    def start(self, plan: Plan) -> None:
+    def preflight(self, plan: Plan) -> None:
         resources = plan.config.resources
         self.started = cluster.connect(resources) or self.started
         total = ray.cluster_resources()
         self.shares = cluster.shares(resources, plan.nodes, total.get("CPU", 0.0), total.get("GPU", 0.0))
         cluster.preflight(self.shares, ray.nodes())
+
+    def start(self, plan: Plan) -> None:
+        self.preflight(plan)  # machines may have come or gone since the last start
+        resources = plan.config.resources
         self.group = cluster.reserve(self.shares, resources.placement, resources.start_timeout)
         actor = ray.remote(NodeActor)
         for index, (name, share) in enumerate(self.shares.items()):

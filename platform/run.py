@@ -106,6 +106,7 @@ def run_federation(
     method = config.resolved
     data = PreparedData.open(resolve_data(config))
     domains = chosen_domains(config, data)
+    data.verify()
     run_dir = resume or _new_directory(config, data)
     if started:
         started(run_dir)
@@ -273,6 +274,7 @@ def _run(
 
     with _nodes(config) as nodes:
         rounds = Rounds(plan, nodes, told)
+        nodes.preflight(plan)
         encode = _encode(plan, data, view)
         lost = 0
         while True:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from crossfed.platform.cluster import Share, preflight, shares
+from crossfed.platform.cluster import Share, connect, preflight, shares
 from crossfed.platform.config import Resources, build
 from crossfed.platform.nodes import local_device
 from crossfed.platform.seam import SERVER, CrossfedError
@@ -70,6 +71,14 @@ def test_the_preflight_says_what_is_short(resources: Resources, machines: list[d
 def test_a_dead_machine_does_not_count() -> None:
     with pytest.raises(CrossfedError, match="2 short"):
         preflight({"books": Share(2, 0)}, [machine(4) | {"Alive": False}])
+
+
+def test_an_address_where_nothing_listens_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # other tests' cluster
+    began = time.monotonic()
+    with pytest.raises(CrossfedError, match=r"No Ray cluster can be joined at '127\.0\.0\.1:1': .*refused"):
+        connect(Resources(address="127.0.0.1:1"))
+    assert time.monotonic() - began < 5
 
 
 def test_a_gpu_asked_for_where_there_is_none() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from crossfed.platform.config import RunConfig, build
 from crossfed.platform.data.store import PreparedData
@@ -240,8 +242,6 @@ def test_a_full_disk_leaves_the_last_round(shops: Path, tmp_path: Path, monkeypa
 
 
 def test_a_resumed_run_refuses_other_data(shops: Path, tmp_path: Path) -> None:
-    import shutil
-
     copy = tmp_path / "shops"
     shutil.copytree(shops, copy)
     done = run_federation(config("AVERAGE", copy, tmp_path / "runs"))
@@ -249,6 +249,41 @@ def test_a_resumed_run_refuses_other_data(shops: Path, tmp_path: Path) -> None:
     (done.run_dir / "data.json").write_text(json.dumps(told | {"fingerprint": "0" * 64}))
     with pytest.raises(CrossfedError, match="was started on data 000000000000"):
         run_federation(stored_config(done.run_dir), resume=done.run_dir)
+
+
+def test_data_edited_after_they_were_prepared_are_refused(shops: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(shops, tmp_path / "shops")
+    file = copy / "books" / "items.parquet"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(CrossfedError, match=r"books/items\.parquet differs from what was prepared"):
+        run_federation(config("AVERAGE", copy, tmp_path / "runs"))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("backend", "sets", "words"),
+    [
+        ("inprocess", ["resources.gpus_per_domain=1"], "asks for a GPU, but torch sees none here"),
+        ("ray", ["resources.cpus_per_domain=999"], "needs [0-9.]+ CPUs"),
+    ],
+)
+def test_resources_are_refused_before_text_is_encoded(
+    backend: str,
+    sets: list[str],
+    words: str,
+    shops: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ray_cluster: None,
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.setenv("CROSSFED_CACHE", str(tmp_path / "cache"))
+    sets = [*sets, "text.encoder=hashing:32", "tracking.enabled=false"]
+    values = {"data": shops, "out": tmp_path / "runs", "backend": backend}
+    with pytest.raises(CrossfedError, match=words):
+        run_federation(build("fedcrf", sets=sets, values=values))
+    assert not (tmp_path / "cache" / "text").exists()
 
 
 def test_two_processes_do_not_share_a_run(shops: Path, tmp_path: Path) -> None:
