@@ -97,15 +97,25 @@ def predict(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
     return (users * items).sum(-1)
 
 
-def objective(positive: torch.Tensor, negative: torch.Tensor, ego_rows: torch.Tensor, l2: float) -> torch.Tensor:
-    """Eq. (15): -ln σ(ŷ_ui - ŷ_uj), the mean over a batch, + λ ½‖E^(0)‖² / b over its rows. A scalar.
+def objective(
+    final_rows: torch.Tensor, ego_rows: torch.Tensor, l2: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Eq. (15): the mean of -ln σ(ŷ_ui - ŷ_uj) over a batch, + λ ½‖E^(0)‖² / b over its rows; and its gradient.
 
     Args:
-        positive, negative: ŷ of the observed and of the sampled items, [b].
-        ego_rows: the batch's users, positives and negatives in E^(0), [3, b, dim].
+        final_rows: the batch's users u, positives i and negatives j in E, [3, b, dim].
+        ego_rows: the same in E^(0), [3, b, dim].
         l2: λ.
+
+    Returns:
+        The loss, a scalar, and its gradients to `final_rows` and `ego_rows`, [3, b, dim] each.
     """
-    return bpr(positive, negative) + l2 * l2_ego(*ego_rows)
+    user, positive, negative = final_rows
+    y_positive, y_negative = predict(user, positive), predict(user, negative)
+    loss = bpr(y_positive, y_negative) + l2 * l2_ego(*ego_rows)
+    b = final_rows.shape[1]
+    slope = (torch.sigmoid(y_negative - y_positive) / -b)[:, None]  # d loss / d (ŷ_ui - ŷ_uj)
+    return loss, torch.stack([slope * (positive - negative), slope * user, -slope * user]), ego_rows * (l2 / b)
 
 
 # --- State ---
@@ -142,23 +152,29 @@ def init_domain(config: Config, ctx: Context) -> State:
     return State(config, data.n_users, adjacency(data, ctx.device), ego, adam)
 
 
+@torch.no_grad()
 def train_epoch(state: State, inbox: Mapping[str, Payload], ctx: Context) -> Out:
-    """One pass over the training pairs."""
+    """One pass over the training pairs.
+
+    The gradient is written out. E = P E^(0), and P of Eq. (8) is symmetric, so dL/dE^(0) = P dL/dE + the L2 term: one
+    scatter and one propagation, where autograd would make a matrix of the size of E for each gather.
+    """
     config, ego = state.config, state.ego
     state.final = None
     total, count = torch.zeros((), device=ctx.device), 0
     for users, positives, negatives in bpr_epoch(ctx.own, config.batch_size, ctx.rng):
+        b = len(users)
         rows = torch.cat([users, positives + state.n_users, negatives + state.n_users]).to(ctx.device)
         final = final_embeddings(state.adj, ego, config.layers)
-        # one gather for all three roles: its gradient is one dense matrix instead of three
-        user, positive, negative = final.index_select(0, rows).view(3, len(users), -1)
-        ego_rows = ego.index_select(0, rows).view(3, len(users), -1)
-        loss = objective(predict(user, positive), predict(user, negative), ego_rows, config.l2)
-        state.adam.zero_grad(set_to_none=True)
-        loss.backward()
+        final_rows, ego_rows = (table.index_select(0, rows).view(3, b, -1) for table in (final, ego))
+        loss, to_final, to_ego = objective(final_rows, ego_rows, config.l2)
+        gradient = torch.zeros_like(final).index_add_(0, rows, to_final.view(3 * b, -1))
+        gradient = final_embeddings(state.adj, gradient, config.layers)
+        ego.grad = gradient.index_add_(0, rows, to_ego.view(3 * b, -1))
         state.adam.step()
-        total += loss.detach() * len(users)
-        count += len(users)
+        total += loss * b
+        count += b
+    ego.grad = None
     return Out(metrics={"loss": float(total) / max(count, 1)})
 
 

@@ -96,14 +96,29 @@ def test_eq_5_by_hand():
 
 
 def test_eq_15_by_hand():
-    """Eq. (15), λ = 0.1: differences 1 and -2, rows of squares 1 + 4 + 9 + 16 + 25 + 36 = 91 over b = 2.
+    """Eq. (15), λ = 0.1, b = 2, dim = 1: u = [1, 2], i = [2, 0], j = [1, 1] in E, so differences 1 and -2.
 
-    -½ (ln σ(1) + ln σ(-2)) + 0.1 · ½ · 91 / 2.
+    Rows of E^(0) with squares 1 + 4 + 9 + 16 + 25 + 36 = 91: -½ (ln σ(1) + ln σ(-2)) + 0.1 · ½ · 91 / 2.
     """
-    rows = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]], [[5.0], [6.0]]])
-    actual = lightgcn.objective(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 2.0]), rows, 0.1)
+    final_rows = torch.tensor([[[1.0], [2.0]], [[2.0], [0.0]], [[1.0], [1.0]]])
+    ego_rows = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]], [[5.0], [6.0]]])
+    loss, _, _ = lightgcn.objective(final_rows, ego_rows, 0.1)
     expected = 0.5 * (math.log(1 + math.exp(-1)) + math.log(1 + math.exp(2))) + 0.1 * 0.5 * 91 / 2
-    assert actual.item() == pytest.approx(expected, rel=1e-6)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_eq_15_gradient_is_that_of_autograd():
+    """Eq. (15) once more in other words, differentiated by torch."""
+    final_rows = torch.randn(3, 7, 5, requires_grad=True)
+    ego_rows = torch.randn(3, 7, 5, requires_grad=True)
+    user, positive, negative = final_rows
+    probability = torch.sigmoid(torch.einsum("bd,bd->b", user, positive) - torch.einsum("bd,bd->b", user, negative))
+    expected = -probability.log().sum() / 7 + 0.3 / 2 * ego_rows.norm() ** 2 / 7
+    expected_final, expected_ego = torch.autograd.grad(expected, [final_rows, ego_rows])
+    loss, to_final, to_ego = lightgcn.objective(final_rows.detach(), ego_rows.detach(), 0.3)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(to_final, expected_final)
+    torch.testing.assert_close(to_ego, expected_ego)
 
 
 def test_an_epoch_is_plain_adam_on_the_slow_equations(data):
