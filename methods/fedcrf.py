@@ -69,7 +69,8 @@ Not stated in the paper
       `own_bias`. Equal shares would make every item of a cluster a near copy of its centre, and the item graph coarse.
     - L_rec is BPR on x_u and x^id + t″/‖t″‖ in "pretrain" and on Eq. (21) in "finetune", with LightGCN's L2 term.
     - f(x_u, ·) = σ(x_uᵀ·), so KL is that of two Bernoulli variables; L_kd of Eq. (23) compares h^pre with h^local.
-    - "finetune" goes on from the IDs of "pretrain" (`warm_start`), with a fresh optimizer.
+    - "finetune" goes on from the IDs of "pretrain" (`warm_start`), with a fresh optimizer. The decay of its learning
+      rates (`lr_decay`) counts the federated rounds in, so that it starts below the rate that trained the IDs.
     - T^local comes from a second projection. Its graph is refreshed every `refresh_every` epochs, without gradient.
     - L_con runs over the different positive items of a batch. As printed, its denominator leaves the positive pair out;
       `contrast="infonce"` keeps it.
@@ -132,7 +133,7 @@ class Config(MethodConfig):
     batch_size: int = Setting(1024, ge=2, description="training pairs per batch")
     lr: float = Setting(0.005, gt=0, description="learning rate of the ID embeddings")
     lr_text: float = Setting(0.0003, gt=0, description="learning rate of projections and FGSAT ◇")
-    lr_decay: float = Setting(0.95, gt=0, le=1, description="factor per epoch of the finetune stage ◇")
+    lr_decay: float = Setting(0.9, gt=0, le=1, description="factor per epoch, applied in the finetune stage ◇")
     l2: float = Setting(1e-4, ge=0, description="weight of LightGCN's L2 term ◇")
     projection: Literal["aligned", "random"] = Setting("aligned", description="how φ starts ◇")
 
@@ -503,7 +504,8 @@ def finetune(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     if ctx.round > 1 and (ctx.round - 1) % config.refresh_every == 0:
         state.t_local.copy_(project(state.text, state.phi_local).detach())
         state.build_graphs(local_only=True)
-    factor = config.lr_decay ** (ctx.round - 1)
+    passed = int(state.uploads) if config.warm_start else 0  # epochs that the IDs have been trained for
+    factor = config.lr_decay ** (passed + ctx.round - 1)
     for group, rate in zip(state.optimizer.param_groups, (config.lr, config.lr_text), strict=True):
         group["lr"] = rate * factor
     graphs = state.graphs

@@ -513,7 +513,7 @@ def test_the_first_batch_of_pretraining_against_the_equations() -> None:
 
 def test_the_first_batch_of_finetuning_against_the_equations() -> None:
     """L_rec, L_con, L_kd and L2 of the only batch, before any step, and the step itself, Eq. (23)."""
-    config = small(batch_size=1000, rounds=1, alpha=0.3, beta=0.4)
+    config = small(batch_size=1000, rounds=1, alpha=0.3, beta=0.4, lr_decay=1.0)
     run = Run(config).stage("pretrain")
     run.phases("finetune", 0, METHOD.stages(config)[1].open)
     state: Domain = run.states["north"]
@@ -629,9 +629,13 @@ def test_the_local_graph_follows_the_local_projection() -> None:
     assert not torch.equal(seen[1], seen[2])
 
 
-def test_the_learning_rate_decays_per_epoch() -> None:
-    run = Run(small(lr=0.01, lr_text=0.001, lr_decay=0.5)).stage("pretrain").stage("finetune", range(1, 4))
-    assert [group["lr"] for group in run.states["north"].optimizer.param_groups] == [0.0025, 0.00025]
+@pytest.mark.parametrize(("warm", "expected"), [(True, [0.000625, 0.0000625]), (False, [0.0025, 0.00025])])
+def test_the_learning_rate_decays_per_epoch(warm: bool, expected: list[float]) -> None:
+    """The third epoch after two federated rounds: 0.01 · ½⁴ with the rounds counted in, 0.01 · ½² with new IDs."""
+    run = Run(small(lr=0.01, lr_text=0.001, lr_decay=0.5, warm_start=warm)).stage("pretrain")
+    assert [group["lr"] for group in run.states["north"].optimizer.param_groups] == [0.01, 0.001]
+    run.stage("finetune", range(1, 4))
+    assert [group["lr"] for group in run.states["north"].optimizer.param_groups] == expected
 
 
 def test_training_learns() -> None:
