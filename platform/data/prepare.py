@@ -462,10 +462,10 @@ def _drop_without_text(domain: _Domain, texts: Mapping[str, str]) -> bool:
     without = [item for item in domain.wanted if not texts.get(item)]
     if not without or domain.recipe.without_text == "keep":
         return False
-    if domain.recipe.without_text == "fail":
+    if domain.recipe.without_text == "fail" or len(without) == len(domain.wanted):
         raise CrossfedError(
-            f"Domain {domain.name}: {len(without)} items have no text, {min(without)} among them; set `without_text` to keep "
-            "or drop, or add a field to `text`."
+            f"Domain {domain.name}: {len(without)} of {len(domain.wanted)} items have no text, {min(without)} among them; set "
+            "`without_text` to keep or drop, or add a field to `text`."
         )
     gone = np.zeros(len(domain.item_ids), bool)
     gone[[domain.wanted[item] for item in without]] = True

@@ -196,8 +196,14 @@ def test_items_without_text_are_dropped_before_the_core_counts(tmp_path):
     data = run(tmp_path, rows, items=meta, recipe={"text": ["title"], "without_text": "drop", "user_core": 2})
     assert pairs(data) == [("x", "a", 1), ("x", "c", 2)]
     assert counted(data)["dropped"] == {"items without text": 1, "by k-core": 1}
-    with pytest.raises(CrossfedError, match="Domain a: 1 items have no text, b among them"):
+    with pytest.raises(CrossfedError, match=r"Domain a: 1 of [0-9]+ items have no text, b among them"):
         run(tmp_path, rows, items=meta, recipe={"text": ["title"], "without_text": "fail"}, out="fail")
+
+
+def test_no_item_with_text_is_not_blamed_on_the_core(tmp_path):
+    with pytest.raises(CrossfedError, match="Domain a: 2 of 2 items have no text, a among them"):
+        meta = "{'asin': 'a'}\n{'asin': 'b'}\n"
+        run(tmp_path, "x,a,1,,,, y,b,2,,,,", items=meta, recipe={"text": ["title"], "without_text": "drop"})
 
 
 def test_text_of_rows_is_the_most_frequent(tmp_path):
