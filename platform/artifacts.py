@@ -85,12 +85,15 @@ class ArtifactStore:
         """
         absent = missing_rows(texts, missing, domain)
         encoder = make_encoder(encoder_spec, device)
-        return self.ensure(
+        path, vectors, hit = self.ensure(
             "text",
             text_key(encoder.id, texts, missing),
             lambda: embed(texts, encoder, missing, domain, progress),
             {"encoder": encoder.id, "missing": missing, "without_text": len(absent), "items": len(texts)},
         )
+        if not np.isfinite(vectors).all():
+            raise CrossfedError(f"The text vectors of {domain} in {path} hold NaN or infinity; delete that file.")
+        return path, vectors, hit
 
     def ensure(
         self, kind: str, key: str, compute: Callable[[], Array], about: Mapping[str, Any]

@@ -79,6 +79,12 @@ def test_a_hit_loads_no_model(store: ArtifactStore) -> None:
     assert done.stdout.strip() == "set()"
 
 
+def test_stored_vectors_with_nan_are_refused(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifacts, "embed", lambda *_: np.full((1, 8), np.nan, np.float32))
+    with pytest.raises(CrossfedError, match=r"text vectors of shop in .*\.npy hold NaN or infinity; delete that file"):
+        store.ensure_text(["a lamp"], "hashing:8", domain="shop")
+
+
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "no description", "broken description", "no array"])
 def test_damaged_artifact_is_computed_again(store: ArtifactStore, damage: str) -> None:
     path, vectors, _ = store.ensure_text(TEXTS, "hashing:32")
