@@ -37,7 +37,7 @@ def connect(resources: Resources) -> bool:
     A local cluster gets token authentication with a fresh token that lives in this process and its workers only.
 
     Raises:
-        CrossfedError: no cluster answers at the address.
+        CrossfedError: no cluster answers at the address, or a local one does not come up.
     """
     if ray.is_initialized():
         return False
@@ -53,8 +53,14 @@ def connect(resources: Resources) -> bool:
     # Ray turns token authentication on for a new local cluster. A token of our own keeps it from writing one to the home
     # directory; it is drawn once per process, because Ray reads it once per process.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    with _no_address():
-        ray.init(include_dashboard=False, **quiet)
+    try:
+        with _no_address():
+            ray.init(include_dashboard=False, **quiet)
+    except Exception as error:  # Ray raises nothing narrower where its processes do not come up in time
+        reason = str(error).splitlines()[0]
+        raise CrossfedError(
+            f"No local Ray cluster could be started: {reason} Wait until the machine is less busy, or use --backend inprocess."
+        ) from error
     return True
 
 

@@ -81,6 +81,16 @@ def test_an_address_where_nothing_listens_fails_at_once(monkeypatch: pytest.Monk
     assert time.monotonic() - began < 5
 
 
+def test_a_local_cluster_that_does_not_come_up_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed_out(**_: object) -> None:
+        raise Exception("The current node timed out during startup.\nDetails")
+
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", timed_out)
+    with pytest.raises(CrossfedError, match=r"No local Ray cluster could be started: .* startup\. Wait until .*$"):
+        connect(Resources())
+
+
 def test_a_gpu_asked_for_where_there_is_none() -> None:
     import torch
 
