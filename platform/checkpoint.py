@@ -13,10 +13,11 @@ Layout of a run directory's `checkpoints/`:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,41 @@ def _unpack(node: Mapping[str, Any], arrays: Mapping[str, torch.Tensor]) -> Any:
     return node["value"]
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tell a full or unwritable disk in one sentence, as a CrossfedError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CrossfedError(
+            f"{path} cannot be written ({error}); the last committed round stays. Free the disk and --resume."
+        ) from error
+
+
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON so that the file is either the old one or the whole new one, also after a crash."""
+    """Write JSON so that the file is either the old one or the whole new one, also after a crash.
+
+    Raises:
+        CrossfedError: the disk is full or cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
+    with writing(path), temporary.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=1, sort_keys=False)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
+        temporary.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    """Read what `write_json` wrote.
+
+    Raises:
+        CrossfedError: the file is missing or damaged.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CrossfedError(f"{path} is missing or damaged ({error}); restore it or start a new run.") from error
 
 
 def save(path: Path, state: Any) -> None:
@@ -86,13 +114,9 @@ def save(path: Path, state: Any) -> None:
     """
     arrays: dict[str, torch.Tensor] = {}
     structure = _pack(state, arrays)
-    try:
+    with writing(path):
         save_file(arrays, f"{path}.safetensors")
-        write_json(Path(f"{path}.json"), structure)
-    except (OSError, SafetensorError) as error:
-        raise CrossfedError(
-            f"The checkpoint {path} cannot be written ({error}); the last committed round stays. Free the disk and --resume."
-        ) from error
+    write_json(Path(f"{path}.json"), structure)
 
 
 def load(path: Path) -> Any:
@@ -152,4 +176,4 @@ class Checkpoints:
         found = self.committed()
         if not found:
             return None
-        return found[-1], json.loads((found[-1] / "progress.json").read_text(encoding="utf-8"))
+        return found[-1], read_json(found[-1] / "progress.json")

@@ -197,14 +197,15 @@ class Node:
                 f"Domain {self.name} has no user with a {part} interaction under {evaluation.protocol}."
             )
         protocol = get_protocol(evaluation.protocol)
-        drawn = None
-        if protocol.negatives is not None:
-            drawn = self._candidates(part, users, protocol.negatives)
         torch.manual_seed(0)
-        ranking = rank(
-            lambda batch: self.method.score(self.state, batch),
-            users, *seen, indptr, items, data.n_items, evaluation.ks, candidates=drawn,
-        )  # fmt: skip
+        try:
+            drawn = None if protocol.negatives is None else self._candidates(part, users, protocol.negatives)
+            ranking = rank(
+                lambda batch: self.method.score(self.state, batch),
+                users, *seen, indptr, items, data.n_items, evaluation.ks, candidates=drawn,
+            )  # fmt: skip
+        except CrossfedError as error:
+            raise CrossfedError(f"Domain {self.name}, {part}: {error}.") from error
         wanted = [evaluation.select, *(f"{name}_at_{k}" for name in evaluation.metrics for k in evaluation.ks)]
         metrics = {name: float(ranking.macro[name]) for name in dict.fromkeys(wanted)}
         return Measured(metrics, ranking.candidates, len(users)), ranking
@@ -228,9 +229,10 @@ class Node:
         tensors = {
             key: value.detach().cpu().contiguous().clone() for key, value in self.method.export(self.state).items()
         }
-        folder = self.plan.run_dir / "model"
-        folder.mkdir(exist_ok=True)
-        save_file(tensors, folder / f"{self.name}.safetensors")
+        path = self.plan.run_dir / "model" / f"{self.name}.safetensors"
+        with checkpoint.writing(path):
+            path.parent.mkdir(exist_ok=True)
+            save_file(tensors, path)
 
     def apply(self, function: Callable[Concatenate[Node, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run `function(self, …)` where this node's data is; what it returns leaves the node."""

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import functools
 import importlib.metadata
-import json
 import re
 import secrets
 import time
@@ -27,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 
 from crossfed.platform.artifacts import ArtifactStore, default_root
-from crossfed.platform.checkpoint import write_json
+from crossfed.platform.checkpoint import read_json, write_json, writing
 from crossfed.platform.config import RunConfig, build
 from crossfed.platform.data import synthetic
 from crossfed.platform.data.store import PreparedData
@@ -112,7 +111,7 @@ def run_federation(
         started(run_dir)
     plan = Plan(config, data.path.absolute(), domains, run_dir.absolute(), default_root().absolute())
     with _locked(run_dir), view:
-        _guard(run_dir, data, domains)
+        _guard(run_dir, config, data, domains)
         synthetic = "synthetic " if data.synthetic else ""
         view.start(
             f"{method.title}: {run_dir.name}",
@@ -166,16 +165,26 @@ def _locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def _guard(run_dir: Path, data: PreparedData, domains: tuple[str, ...]) -> None:
-    """A resumed run must see the data it was started with."""
-    path, told = (
-        run_dir / "data.json",
-        {"fingerprint": data.fingerprint, "domains": list(domains), "manifest": data.manifest},
-    )
+def _guard(run_dir: Path, config: RunConfig, data: PreparedData, domains: tuple[str, ...]) -> None:
+    """A resumed run must have the data, the configuration and the seed it was started with."""
+    path = run_dir / "data.json"
+    told = {
+        "fingerprint": data.fingerprint,
+        "config_hash": config.hash(),
+        "seed": config.seed,
+        "domains": list(domains),
+        "manifest": data.manifest,
+    }
     if not path.exists():
         write_json(path, told)
         return
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = read_json(path)
+    for key in ("config_hash", "seed"):
+        if before[key] != told[key]:
+            raise CrossfedError(
+                f"{run_dir} was started with {key} {before[key]}, but its config.yaml now gives {told[key]}; "
+                "undo the edit, or start a new run with `crossfed run` on a copy of that file."
+            )
     if before["fingerprint"] != told["fingerprint"]:
         raise CrossfedError(
             f"{run_dir} was started on data {before['fingerprint'][:12]}, but {data.path} is now {data.fingerprint[:12]}; "
@@ -345,7 +354,8 @@ def _run(
         "versions": {name: importlib.metadata.version(name) for name in ("crossfed", "torch", "ray", "numpy")},
     }
     write_json(plan.run_dir / RESULT, result)
-    _artifacts(plan, result, rounds.history.rows(), ledger, tracker, view)
+    with writing(plan.run_dir):
+        _artifacts(plan, result, rounds.history.rows(), ledger, tracker, view)
     return result
 
 

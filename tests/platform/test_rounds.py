@@ -241,6 +241,24 @@ def test_a_full_disk_leaves_the_last_round(shops: Path, tmp_path: Path, monkeypa
     assert comparable(resumed.result) == comparable(straight.result)
 
 
+@pytest.mark.parametrize("name", ["placement.json", "result.json", "model/films.safetensors", "ledger.parquet"])
+def test_what_cannot_be_written_is_named(name: str, shops: Path, tmp_path: Path) -> None:
+    """A folder stands where the file should go: the run tells it in one sentence, and goes on once the way is free."""
+    blocked: list[Path] = []
+
+    def block(run_dir: Path) -> None:
+        blocked.append(run_dir / name)
+        blocked[0].mkdir(parents=True)
+        (blocked[0] / "in the way").touch()
+
+    with pytest.raises(CrossfedError, match=r"cannot be written .*the last committed round stays"):
+        run_federation(config("AVERAGE", shops, tmp_path), started=block)
+    shutil.rmtree(blocked[0])
+    run_dir = tmp_path / blocked[0].relative_to(tmp_path).parts[0]
+    run_federation(stored_config(run_dir), resume=run_dir)
+    assert blocked[0].is_file()
+
+
 def test_a_resumed_run_refuses_other_data(shops: Path, tmp_path: Path) -> None:
     copy = tmp_path / "shops"
     shutil.copytree(shops, copy)
@@ -249,6 +267,34 @@ def test_a_resumed_run_refuses_other_data(shops: Path, tmp_path: Path) -> None:
     (done.run_dir / "data.json").write_text(json.dumps(told | {"fingerprint": "0" * 64}))
     with pytest.raises(CrossfedError, match="was started on data 000000000000"):
         run_federation(stored_config(done.run_dir), resume=done.run_dir)
+
+
+@pytest.mark.parametrize(("edit", "key"), [("seed: 7", "seed"), ("step: 0.25", "config_hash")])
+def test_a_resumed_run_refuses_an_edited_configuration(edit: str, key: str, shops: Path, tmp_path: Path) -> None:
+    done = run_federation(config("AVERAGE", shops, tmp_path))
+    file = done.run_dir / "config.yaml"
+    before = file.read_text()
+    file.write_text(
+        before.replace({"seed": "\nseed: 0", "config_hash": "step: 0.5"}[key], "\n" * (key == "seed") + edit)
+    )
+    assert file.read_text() != before
+    with pytest.raises(
+        CrossfedError, match=f"was started with {key} .* but its config.yaml now gives .*; undo the edit"
+    ):
+        run_federation(stored_config(done.run_dir), resume=done.run_dir)
+
+
+@pytest.mark.parametrize("name", ["data.json", "checkpoints/commit-000005/progress.json"])
+def test_a_resumed_run_names_a_damaged_file(name: str, shops: Path, tmp_path: Path) -> None:
+    done = run_federation(config("AVERAGE", shops, tmp_path))
+    (done.run_dir / name).write_text("{")
+    with pytest.raises(CrossfedError, match=f"{name} is missing or damaged"):
+        run_federation(stored_config(done.run_dir), resume=done.run_dir)
+
+
+def test_a_domain_is_named_when_its_candidates_are_too_few(shops: Path, tmp_path: Path) -> None:
+    with pytest.raises(CrossfedError, match=r"Domain books, validation: user row .* asks for 99 sampled candidates"):
+        run_federation(config("AVERAGE", shops, tmp_path, "evaluation.protocol=leave-one-out-99"))
 
 
 def test_data_edited_after_they_were_prepared_are_refused(shops: Path, tmp_path: Path) -> None:
