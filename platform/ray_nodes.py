@@ -6,7 +6,9 @@ Payloads travel from actor to actor by object reference; this process holds the 
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,9 +80,14 @@ class NodeActor:
 
 
 class RayNodes:
-    """All nodes of a run as actors in one placement group."""
+    """All nodes of a run as actors in one placement group.
 
-    def __init__(self) -> None:
+    Args:
+        terminate: what SIGTERM shall do in this process; installed anew once Ray is up, which replaces it by a crash report.
+    """
+
+    def __init__(self, terminate: Any = signal.SIG_DFL) -> None:
+        self.terminate = terminate
         self.actors: dict[str, Any] = {}
         self.group: PlacementGroup | None = None
         self.shares: dict[str, cluster.Share] = {}
@@ -90,6 +97,8 @@ class RayNodes:
     def preflight(self, plan: Plan) -> None:
         resources = plan.config.resources
         self.started = cluster.connect(resources) or self.started
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self.terminate)
         total = ray.cluster_resources()
         self.shares = cluster.shares(resources, plan.nodes, total.get("CPU", 0.0), total.get("GPU", 0.0))
         cluster.preflight(self.shares, ray.nodes())

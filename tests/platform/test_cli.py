@@ -133,6 +133,35 @@ def test_killed_with_sigkill_and_resumed_equals_uninterrupted(call, shops: Path,
     assert resumed["domains"] == straight["domains"]
 
 
+def test_sigterm_ends_a_ray_run_cleanly(shops: Path, tmp_path: Path) -> None:
+    """A scheduler's SIGTERM: exit code 130, one sentence with the way on, the MLflow run marked as killed."""
+    from mlflow import MlflowClient
+
+    args = ["lightgcn", "--set", "dim=8", "--set", "epochs=5000", "--set", "patience=5000", "--data", str(shops)]
+    command = [
+        sys.executable,
+        "-m",
+        "crossfed.platform.cli",
+        "run",
+        *args,
+        "--out",
+        str(tmp_path),
+        "--progress",
+        "quiet",
+    ]
+    victim = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and not list(tmp_path.glob("*/checkpoints/commit-*/progress.json")):
+        time.sleep(0.1)
+    victim.send_signal(signal.SIGTERM)
+    _, err = victim.communicate(timeout=60)
+    assert victim.returncode == 130, err
+    assert err.startswith("Interrupted. What was committed stays: crossfed run --resume") and len(err.splitlines()) == 1
+    (run_dir,) = (path.parent for path in tmp_path.glob("*/config.yaml"))
+    run = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_run((run_dir / "mlflow_run_id").read_text().strip())
+    assert run.info.status == "KILLED"
+
+
 def test_resume_takes_no_other_settings(call, shops: Path, tmp_path: Path) -> None:
     code, _, err = call("run", "lightgcn", "--resume", "x")
     assert code == 2 and "give no method" in err
