@@ -6,7 +6,9 @@ The numbers are the ones that the module's docstring gives the paper's displays.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -84,6 +86,20 @@ class Run:
                 if rounds is None:
                     self.phases(name, stage.rounds, stage.close)
         return self
+
+
+def dense_item_graph(t: torch.Tensor, n: int) -> torch.Tensor:
+    """Eq. (16) and Eq. (17) written out: cosines, the top n of each row, both directions, D^-½ S D^-½."""
+    m = len(t)
+    s = torch.zeros(m, m)
+    cosine = torch.stack([torch.stack([a @ b / (a.norm() * b.norm()) for b in t]) for a in t])
+    for i in range(m):
+        for j in cosine[i].masked_fill(torch.arange(m) == i, -2).topk(n).indices.tolist():
+            s[i, j] = s[j, i] = max(cosine[i, j].item(), 0)
+    degree = s.sum(1)
+    return torch.tensor(
+        [[(s[i, j] / (degree[i] * degree[j]).sqrt()).item() if s[i, j] else 0.0 for j in range(m)] for i in range(m)]
+    )
 
 
 def scores(state: Domain) -> torch.Tensor:
@@ -279,18 +295,10 @@ def test_pretrain_loss_by_hand() -> None:
 
 
 def test_item_graph_against_dense_matrices() -> None:
-    """Eq. (16) and Eq. (17): cosines, the top N of each row, both directions, D^-½ S D^-½."""
-    t, n = tensor(9, 4), 3
-    s = torch.zeros(9, 9)
-    cosine = torch.stack([torch.stack([a @ b / (a.norm() * b.norm()) for b in t]) for a in t])
-    for i in range(9):
-        for j in cosine[i].masked_fill(torch.arange(9) == i, -2).topk(n).indices.tolist():
-            s[i, j] = s[j, i] = max(cosine[i, j].item(), 0)
-    degree = s.sum(1)
-    expected = torch.tensor(
-        [[(s[i, j] / (degree[i] * degree[j]).sqrt()).item() if s[i, j] else 0.0 for j in range(9)] for i in range(9)]
-    )
-    torch.testing.assert_close(fedcrf.item_graph(t, n).to_dense(), expected)
+    """Eq. (16) and Eq. (17), with positive cosines beyond the top N, so that N counts."""
+    for t in (tensor(9, 4), tensor(9, 4) + 1.5):
+        for n in (1, 3):
+            torch.testing.assert_close(fedcrf.item_graph(t, n).to_dense(), dense_item_graph(t, n))
 
 
 def test_convolution_is_a_product() -> None:
@@ -403,6 +411,31 @@ def test_the_server_clusters_the_union_and_answers_each_domain() -> None:
         np.testing.assert_array_equal(answer["labels"], distance.argmin(1))
     again = fedcrf.cluster(server, up, context(SERVER, "pretrain", 2))
     assert again.metrics["kmeans_iterations"] <= 2, "the second round starts from the first round's centres"
+
+
+def test_the_server_starts_from_the_centres_it_sent_last() -> None:
+    """Items that drift by 0.01 a round take the centres along; the start of the third round is the second's answer."""
+    server = METHOD.init_server(small(), context(SERVER, "init", 0))
+    drifting = {name: tensor(SIZES[name][1], 5, seed=i).numpy() for i, name in enumerate(SIZES)}
+    sent = []
+    for round in (1, 2, 3):
+        up = {name: {"item_vectors": (x + 0.01 * round).astype(np.float32)} for name, x in drifting.items()}
+        sent.append(fedcrf.cluster(server, up, context(SERVER, "pretrain", round)).send["north"]["centres"])
+        np.testing.assert_array_equal(server.centres, sent[-1])
+    for before, after in pairwise(sent):
+        np.testing.assert_allclose(after - before, 0.01, atol=0.003)
+
+
+def test_random_starts_are_the_rounds_own() -> None:
+    """Without centres to start from, a round draws its start by its place in the run."""
+    up = {name: {"item_vectors": tensor(SIZES[name][1], 5, seed=i).numpy()} for i, name in enumerate(SIZES)}
+
+    def first(round: int) -> np.ndarray:
+        server = METHOD.init_server(small(K=8), context(SERVER, "init", 0))
+        return fedcrf.cluster(server, up, context(SERVER, "pretrain", round)).send["north"]["centres"]
+
+    np.testing.assert_array_equal(first(1), first(1))
+    assert not np.allclose(first(1), first(2))
 
 
 def test_more_clusters_than_items_is_refused() -> None:
@@ -562,6 +595,165 @@ def assert_one_adam_step(fresh: Domain, trained: Domain, loss: torch.Tensor) -> 
     assert moved > 50
 
 
+FEW = Interactions.build(5, 18, np.array([0, 0, 1, 2, 3, 4, 4]), np.array([5, 9, 9, 13, 17, 5, 3]))
+"""A domain of which one batch, the only one of an epoch, needs neither all users' nor all items' rows."""
+
+STEPS: dict[str, Any] = {
+    "dim": 5,
+    "K": 4,
+    "layers": 3,
+    "batch_size": 1000,
+    "lr": 0.02,
+    "lr_text": 0.003,
+    "lr_decay": 0.5,
+    "warm_start": False,
+    "l2": 0.3,
+    "fgsat_neighbours": 2,
+    "neighbours": 4,
+    "eta": 0.5,
+    "lambda_kd": 0.7,
+    "lambda_fa": 0.4,
+    "alpha": 0.3,
+    "beta": 0.6,
+    "tau": 0.4,
+}
+
+
+def few(stage: str, round: int, phase: int = 0) -> Context:
+    return dataclasses.replace(context("north", stage, round, phase), data=FEW)
+
+
+def domain_of_few() -> Domain:
+    """Large vectors, so that no part of the loss is in its linear range, and FGSAT away from its start."""
+    state: Domain = METHOD.init_domain(Config(**STEPS), few("init", 0))
+    with torch.no_grad():
+        state.ids.table *= 3
+        state.phi *= 2
+        state.phi_local += 0.2 * tensor(*state.phi.shape, seed=9)
+        for i, p in enumerate(state.fgsat.parameters()):
+            p += 0.3 * tensor(*p.shape, seed=i)
+    fedcrf.upload(state, {}, few("pretrain", 1))
+    return state
+
+
+def few_vectors(e: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x_u and x^id of FEW: the mean of E, ÂE, Â²E and Â³E with a dense Â."""
+    a = torch.zeros(23, 23)
+    for u, i in zip(FEW.users.tolist(), FEW.items.tolist(), strict=True):
+        a[u, 5 + i] = a[5 + i, u] = 1
+    scale = a.sum(1).clamp(min=1).rsqrt()
+    a = scale[:, None] * a * scale[None, :]
+    both = (e + a @ e + a @ a @ e + a @ a @ a @ e) / 4
+    return both[:5], both[5:]
+
+
+def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Mean KL of two Bernoulli variables."""
+    return (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
+
+
+def unit(v: torch.Tensor) -> torch.Tensor:
+    return v / v.norm(dim=1, keepdim=True)
+
+
+def ranking_loss(e: torch.Tensor, x: torch.Tensor, user: torch.Tensor, pos: torch.Tensor, neg: torch.Tensor) -> Any:
+    """BPR, and LightGCN's L2 term with its weight."""
+    u = few_vectors(e)[0][user]
+    ego = torch.cat([e[:5][user], e[5:][pos], e[5:][neg]])
+    return -torch.sigmoid((u * (x[pos] - x[neg])).sum(1)).log().mean() + 0.3 * ego.square().sum() / 2 / len(user)
+
+
+def assert_trained_as_by_plain_autograd(
+    state: Domain,
+    stage: str,
+    step: Callable[[Context], Out],
+    loss: Callable[..., torch.Tensor],
+    rates: list[list[float]],
+) -> None:
+    """Two epochs of one batch each: the gradients, and the parameters after torch's Adam as it comes.
+
+    Args:
+        loss: (the parameters by name, user, pos, neg) -> scalar.
+        rates: for each epoch the learning rates of the IDs and of the rest.
+    """
+    trained = dict(state.named_parameters())
+    mine = {name: p.detach().clone().requires_grad_() for name, p in trained.items()}
+    text = [p for name, p in mine.items() if name != "ids.table"]
+    adam = torch.optim.Adam([{"params": [mine["ids.table"]]}, {"params": text}])
+    for round, pair in enumerate(rates, 1):
+        step(few(stage, round))
+        ((user, pos, neg),) = bpr_epoch(FEW, 1000, few(stage, round).rng)
+        assert set(torch.cat([pos, neg]).tolist()) != set(range(18)), "some items stay out of the batch"
+        adam.zero_grad()
+        loss(mine, user, pos, neg).backward()
+        for group, rate in zip(adam.param_groups, pair, strict=True):
+            group["lr"] = rate
+        adam.step()
+        for name, p in trained.items():
+            torch.testing.assert_close(p.grad, mine[name].grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(p, mine[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_pretraining_steps_against_plain_autograd() -> None:
+    """Eq. (8) to Eq. (15) of the batch's own items, each with its own label, on dense matrices."""
+    state = domain_of_few()
+    labels, centres = torch.arange(18) * 7 % 4, tensor(4, 5, seed=5)
+    answer = {SERVER: {"centres": centres.numpy(), "labels": labels.numpy()}}
+    own_centres = centres * torch.sqrt(state.variance + 1e-5) + state.mean
+
+    def loss(p: dict[str, torch.Tensor], user: torch.Tensor, pos: torch.Tensor, neg: torch.Tensor) -> torch.Tensor:
+        used = torch.unique(torch.cat([pos, neg]))
+        t, y = state.text[used] @ p["phi"], F.one_hot(labels[used], 4).float()
+        c1 = F.relu(torch.linalg.solve(y.T @ y + 0.5 * torch.eye(4), y.T @ t) @ p["fgsat.w1"])
+        edges, weights = fedcrf.semantic_edges(t, c1, labels[used], 2)
+        a = torch.eye(len(t) + 4)
+        a[edges[0], edges[1]] = weights.detach()
+        scale = a.sum(1).rsqrt()
+        z = F.relu(scale[:, None] * a * scale[None, :] @ torch.cat([t, c1]) @ p["fgsat.w2"])
+        t1 = t + z[: len(t)]
+        features = torch.stack([t1, y @ own_centres, y @ c1], 1)
+        share = (features @ p["fgsat.w"] + p["fgsat.b"]).exp()
+        t2 = (features * (share / share.sum(1, keepdim=True))[:, :, None]).sum(1)
+        place = {item: row for row, item in enumerate(used.tolist())}
+        bought = torch.tensor([place[item] for item in pos.tolist()])
+        users, ids = few_vectors(p["ids.table"])
+        x = ids.index_add(0, used, unit(t2))
+        teacher, student = (torch.sigmoid((users[user] * v[bought]).sum(1)) for v in (t2, t))
+        align = (t1 - t2)[bought].square().sum(1).mean()
+        return ranking_loss(p["ids.table"], x, user, pos, neg) + 0.7 * divergence(teacher, student) + 0.4 * align
+
+    assert_trained_as_by_plain_autograd(
+        state, "pretrain", lambda ctx: fedcrf.adapt(state, answer, ctx), loss, [[0.02, 0.003]] * 2
+    )
+
+
+def test_finetuning_steps_against_plain_autograd() -> None:
+    """Eq. (16) to Eq. (23) on dense item graphs; the local one is that of the epoch's start, the other stays."""
+    state = domain_of_few()
+    state.t_pre.copy_(tensor(18, 5, seed=6) + 0.5)
+    fedcrf.begin_finetune(state, {}, few("finetune", 0))
+    with torch.no_grad():
+        state.ids.table *= 4
+    s_pre = dense_item_graph(state.t_pre, 4)
+
+    def loss(p: dict[str, torch.Tensor], user: torch.Tensor, pos: torch.Tensor, neg: torch.Tensor) -> torch.Tensor:
+        users, ids = few_vectors(p["ids.table"])
+        t = state.text @ p["phi_local"]
+        h_local, h_pre = dense_item_graph(t.detach(), 4) @ ids, s_pre @ ids
+        bought = sorted(set(pos.tolist()))
+        similar = torch.exp(unit(h_local[bought]) @ unit(h_pre[bought]).T / 0.4)
+        others = similar * (1 - torch.eye(len(bought)))
+        con = -((similar.diag() / others.sum(1)).log() + (similar.diag() / others.sum(0)).log()).mean()
+        teacher, student = (torch.sigmoid((users[user] * h[pos]).sum(1)) for h in (h_pre, h_local))
+        x = ids.index_add(0, (used := torch.unique(torch.cat([pos, neg]))), unit(t[used]))
+        for h in (h_local, h_pre):
+            x = x.index_add(0, used, h[used] / h[used].norm(dim=1, keepdim=True).clamp(min=1e-12))
+        return ranking_loss(p["ids.table"], x, user, pos, neg) + 0.3 * con + 0.6 * divergence(teacher, student)
+
+    rates = [[0.02, 0.003], [0.01, 0.0015]]
+    assert_trained_as_by_plain_autograd(state, "finetune", lambda ctx: fedcrf.finetune(state, {}, ctx), loss, rates)
+
+
 def test_the_prior_is_frozen_at_the_end_of_pretraining() -> None:
     """T^pre = t″ of all items, and finetuning does not touch it or its graph."""
     run = Run(small()).stage("pretrain")
@@ -627,6 +819,15 @@ def test_the_local_graph_follows_the_local_projection() -> None:
         seen.append(run.states["north"].graphs[0].to_dense())
     assert torch.equal(seen[0], seen[1]) and torch.equal(seen[2], seen[3])
     assert not torch.equal(seen[1], seen[2])
+
+
+def test_a_refresh_leaves_the_pre_trained_graph_alone() -> None:
+    """The prior is frozen, so its graph is the same object: rebuilding it every epoch would be work for nothing."""
+    run = Run(small(refresh_every=1)).stage("pretrain").stage("finetune", range(1, 2))
+    state: Domain = run.states["north"]
+    local, pre = state.graphs
+    run.stage("finetune", range(2, 3))
+    assert state.graphs[0] is not local and state.graphs[1] is pre
 
 
 @pytest.mark.parametrize(("warm", "expected"), [(True, [0.000625, 0.0000625]), (False, [0.0025, 0.00025])])
@@ -750,6 +951,13 @@ def test_stages() -> None:
     assert (pretrain.name, finetune.name) == ("pretrain", "finetune")
     assert not pretrain.local and finetune.local
     assert [phase.at for phase in pretrain.each] == ["domains", "server", "domains"]
+
+
+def test_stages_take_their_lengths_from_the_configuration() -> None:
+    """The first stage ends with its last round, the second with its best epoch."""
+    pretrain, finetune = METHOD.stages(Config(rounds=4, epochs=7, patience=3))
+    assert (pretrain.rounds, pretrain.patience, pretrain.keep_best) == (4, None, False)
+    assert (finetune.rounds, finetune.patience, finetune.keep_best) == (7, 3, True)
 
 
 def test_a_server_continues_from_its_centres() -> None:
