@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from sklearn.base import clone
@@ -10,6 +12,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from crossfed.methods.parts.kmeans import (
     WeightedKMeans,
+    _reseed_empty,
     assign,
     initial_centres,
     inverse_distance,
@@ -86,6 +89,30 @@ def test_uniform_sample_weights_are_plain_lloyd_too(blobs: np.ndarray) -> None:
     np.testing.assert_allclose(ours.cluster_centers_, theirs.cluster_centers_, rtol=1e-8)
 
 
+def test_a_sample_weight_of_two_is_the_row_twice(blobs: np.ndarray) -> None:
+    """Also where distance weights are used: the two multiply."""
+    times, settings = np.random.default_rng(5).integers(1, 4, len(blobs)), {"eps": 0.5, "max_iter": 8, "tol": 0}
+    once = WeightedKMeans(4, init=blobs[:4], **settings).fit(blobs, sample_weight=times)
+    repeated = WeightedKMeans(4, init=blobs[:4], **settings).fit(np.repeat(blobs, times, axis=0))
+    np.testing.assert_allclose(once.cluster_centers_, repeated.cluster_centers_, rtol=1e-8)
+    assert once.inertia_ == pytest.approx(repeated.inertia_)
+
+
+def test_it_stops_when_no_centre_moved_farther_than_the_tolerance(blobs: np.ndarray) -> None:
+    """The first iteration whose longest step is at most tol × the mean standard deviation is the last."""
+    tol, start = 0.003, blobs[:4]
+    places = [start]
+    for steps in range(1, 30):
+        places.append(WeightedKMeans(4, init=start, max_iter=steps, tol=0).fit(blobs).cluster_centers_)
+    longest = [max(np.linalg.norm(b - a) for a, b in zip(*pair, strict=True)) for pair in pairwise(places)]
+    deviation = np.mean([np.std(column) for column in blobs.T])
+    expected = next(number for number, step in enumerate(longest, 1) if step <= tol * deviation)
+    assert 3 < expected < 29
+    model = WeightedKMeans(4, init=start, tol=tol).fit(blobs)
+    assert model.n_iter_ == expected
+    np.testing.assert_array_equal(model.cluster_centers_, places[expected])
+
+
 def test_a_huge_eps_makes_the_weights_uniform(blobs: np.ndarray) -> None:
     start = blobs[:4]
     weighted = WeightedKMeans(4, init=start, eps=1e9, max_iter=20, tol=0).fit(blobs)
@@ -113,6 +140,20 @@ def test_an_empty_cluster_is_seeded_at_the_farthest_row() -> None:
     model = WeightedKMeans(2, init=[[0.0], [1000.0]]).fit(x)
     np.testing.assert_array_equal(model.labels_, [0, 0, 1])
     assert model.cluster_centers_[1, 0] == pytest.approx(9)
+
+
+def test_a_row_that_is_alone_does_not_fill_an_empty_cluster() -> None:
+    """The row at 20 is the farthest of all from its centre (30), but leaving would empty that cluster: the 1 moves."""
+    model = WeightedKMeans(3, init=[[0.0], [30.0], [1000.0]]).fit([[0.0], [1.0], [20.0]])
+    np.testing.assert_array_equal(model.labels_, [0, 2, 1])
+
+
+def test_a_re_seeded_row_is_at_its_own_centre() -> None:
+    """Labels, distances and centres agree after a re-seed."""
+    x, centres = np.array([[0.0], [1.0], [9.0]]), np.array([[0.0], [1000.0]])
+    labels, distances, moved = _reseed_empty(x, *assign(x, centres), centres)
+    assert (labels.tolist(), distances.tolist(), moved.tolist()) == ([0, 0, 1], [0.0, 1.0, 0.0], [[0.0], [9.0]])
+    assert centres.tolist() == [[0.0], [1000.0]]
 
 
 def test_no_cluster_stays_empty(blobs: np.ndarray) -> None:

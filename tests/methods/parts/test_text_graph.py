@@ -119,6 +119,13 @@ def test_effective_rank_by_hand() -> None:
     assert effective_rank(square[:, :1] * torch.tensor([1.0, 2.0, 3.0])) == pytest.approx(1, abs=1e-4)
 
 
+def test_effective_rank_of_unequal_singular_values() -> None:
+    """Singular values 2 and 1: shares 2/3 and 1/3, entropy ln 3 − ⅔ ln 2, so the rank is 3 / 2^⅔."""
+    a, b = 2**0.5, 0.5**0.5
+    x = torch.tensor([[a, 0.0], [-a, 0.0], [0.0, b], [0.0, -b]])
+    assert effective_rank(x) == pytest.approx(3 / 2 ** (2 / 3), rel=1e-6)
+
+
 def test_aligned_projection_keeps_the_variance_of_pca() -> None:
     x = torch.randn(200, 10, generator=torch.Generator().manual_seed(2)) * torch.linspace(3, 0.1, 10)
     reference = torch.linalg.qr(torch.randn(10, 3, generator=torch.Generator().manual_seed(3))).Q

@@ -144,6 +144,13 @@ def test_a_swap_against_time_is_refused(rule):
         check_leakage(users, items, times, swapped, rule)
 
 
+@pytest.mark.parametrize(("times", "part"), [([1, 2, 2, 3], "train"), ([1, 1, 2, 2], "validation")])
+def test_a_temporal_cut_may_not_part_equal_times(times, part):
+    """Rows 0 and 1 are train, row 2 is validation, row 3 is test; one time stands on both sides of a cut."""
+    with pytest.raises(CrossfedError, match=f"out of time order: the {part} part reaches to 2"):
+        check_leakage([0, 1, 2, 3], [0, 1, 2, 3], times, [0, 0, 1, 2], "temporal-cut")
+
+
 def test_two_held_out_interactions_are_refused():
     users, items, times = np.zeros(5, int), np.arange(5), np.arange(5)
     with pytest.raises(CrossfedError, match="holds out 2 test interactions of user 0"):

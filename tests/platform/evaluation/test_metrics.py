@@ -86,6 +86,14 @@ def test_the_ideal_list_is_cut_at_k():
     assert values["recall_at_2"] == [0.4]
 
 
+def test_every_cut_off_has_its_own_ideal_list():
+    """T = 5 with hits at 1 and 2: NDCG is 1 at K = 2 also when a larger cut-off is measured at the same time."""
+    values = per_user_metrics(np.array([[True, True, False, False, False]]), np.array([5]), [2, 5])
+    ideal = sum(1 / log2(i + 1) for i in range(1, 6))
+    assert values["ndcg_at_2"] == pytest.approx([1])
+    assert values["ndcg_at_5"] == pytest.approx([(1 + 1 / log2(3)) / ideal])
+
+
 def test_no_hit_is_zero_everywhere():
     values = per_user_metrics(np.zeros((2, 5), bool), np.array([1, 2]), [5])
     assert all((value == 0).all() and value.shape == (2,) for value in values.values())
@@ -114,9 +122,12 @@ def test_random_cases_equal_ranx():
 
 
 def test_macro_is_the_mean_over_users_and_coverage_counts_items():
-    """Best positions 0, 3 and never (5): two of three items stand in a list of 5, one in a list of 3."""
-    macro = macro_metrics({"recall_at_3": np.array([0.0, 1.0, 1.0, 0.0])}, np.array([0, 3, 5]), [3, 5])
-    assert macro == pytest.approx({"recall_at_3": 0.5, "coverage_at_3": 1 / 3, "coverage_at_5": 2 / 3})
+    """(0 + 0 + 1 + 0.2) / 4 = 0.3.
+
+    Best positions 0, 3 and never (5): two of three items stand in a list of 5, one in a list of 3.
+    """
+    macro = macro_metrics({"recall_at_3": np.array([0.0, 0.0, 1.0, 0.2])}, np.array([0, 3, 5]), [3, 5])
+    assert macro == pytest.approx({"recall_at_3": 0.3, "coverage_at_3": 1 / 3, "coverage_at_5": 2 / 3})
 
 
 def test_hits_must_reach_the_largest_cut_off():
