@@ -96,7 +96,7 @@ from torch_geometric.utils import to_undirected
 
 from crossfed.methods.parts.graph import bipartite_adjacency, propagate, spmm
 from crossfed.methods.parts.kmeans import WeightedKMeans
-from crossfed.methods.parts.losses import bernoulli_kl, bpr, l2_ego
+from crossfed.methods.parts.losses import bernoulli_kl, bpr, finite, l2_ego
 from crossfed.methods.parts.sampling import bpr_epoch
 from crossfed.methods.parts.text_graph import (
     aligned_projection,
@@ -546,7 +546,7 @@ def _epoch(state: Domain, ctx: Context, losses: Callable[..., tuple[Tensor, dict
         names = [f"loss_{name}" for name in part]
         parts.append(torch.stack(list(part.values())).detach())
     means = torch.stack(parts).mean(0).tolist() if parts else []
-    return dict(zip(names, means, strict=True))
+    return dict(finite(dict(zip(names, means, strict=True)), ctx))
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from crossfed.methods.parts.graph import bipartite_adjacency, propagate
-from crossfed.methods.parts.losses import bpr, l2_ego
+from crossfed.methods.parts.losses import bpr, finite, l2_ego
 from crossfed.methods.parts.sampling import bpr_epoch
 from crossfed.platform.seam import (
     Context,
@@ -175,7 +175,7 @@ def train_epoch(state: State, inbox: Mapping[str, Payload], ctx: Context) -> Out
         total += loss * b
         count += b
     ego.grad = None
-    return Out(metrics={"loss": float(total) / max(count, 1)})
+    return Out(metrics=finite({"loss": float(total) / max(count, 1)}, ctx))
 
 
 def embeddings(state: State) -> torch.Tensor:

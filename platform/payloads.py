@@ -134,6 +134,11 @@ class Gate:
             expected = tuple(dimension(name, self.config, sizes) for name in field.shape)
             if value.shape != expected:
                 raise LeakError(f"{who} has shape {value.shape}, declared {field.shape} = {expected}; it was not sent.")
+        elif self.n_users is not None and self.n_users in value.shape:
+            raise LeakError(
+                f"{who} has shape {value.shape}, with an axis as long as the domain has users ({self.n_users}); a field "
+                "declared without a shape may not grow with users. It was not sent."
+            )
         if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
             raise LeakError(f"{who} holds NaN or Inf; it was not sent. The training has diverged or the step is wrong.")
         if field.high is not None and value.size:

@@ -185,6 +185,15 @@ def _by_users(state: Toy, inbox: Mapping, ctx: Context) -> Out:
     return Out({SERVER: {"shared": np.zeros(ctx.own.n_users, np.float32)}})
 
 
+def _by_users_hidden(state: Toy, inbox: Mapping, ctx: Context) -> Out:
+    return Out({SERVER: {"shared": np.zeros(ctx.own.n_users + 1, np.float32)}})
+
+
+LEAK_VARIES = _method(
+    "leak_varies",
+    lambda c: (Stage("leak", 1, (Phase(_by_users_hidden),), edges=STAR),),
+    (Field("shared", Direction.UP, None, "parameters"),),
+)
 LEAK_GROWS = _method(
     "leak_grows",
     lambda c: (Stage("leak", 1, (Phase(_by_users),), edges=STAR),),

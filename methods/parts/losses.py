@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
+
+from crossfed.platform.seam import Context, CrossfedError
 
 
 def bpr(positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
@@ -73,3 +78,18 @@ def bernoulli_kl(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor
     one = torch.sigmoid(p_logits) * (F.logsigmoid(p_logits) - F.logsigmoid(q_logits))
     zero = torch.sigmoid(-p_logits) * (F.logsigmoid(-p_logits) - F.logsigmoid(-q_logits))
     return one + zero
+
+
+def finite(means: Mapping[str, float], ctx: Context) -> Mapping[str, float]:
+    """The mean losses of an epoch, unchanged.
+
+    Raises:
+        CrossfedError: one is NaN or infinite: the training has diverged.
+    """
+    wrong = [name for name, value in means.items() if not math.isfinite(value)]
+    if wrong:
+        raise CrossfedError(
+            f"{ctx.node}: training has diverged in {ctx.stage}, round {ctx.round}: {', '.join(wrong)} is not finite; "
+            "use a smaller learning rate"
+        )
+    return means

@@ -231,6 +231,16 @@ def test_an_unreachable_tracking_server_is_a_warning_and_a_spool(call, shops: Pa
     assert run.data.metrics["final/test/books/recall_at_20"] == result["domains"]["books"]["test"]["recall_at_20"]
 
 
+@pytest.mark.parametrize("method", ["fedcrf", "lightgcn"])
+def test_a_diverging_run_says_so(method: str, call, shops: Path, tmp_path: Path) -> None:
+    sets = ["--set", "K=4"] if method == "fedcrf" else []
+    code, _, err = call(
+        "run", method, *SMALL, *sets, "--set", "lr=1e30", "--data", shops, "--out", tmp_path, "--backend", "inprocess"
+    )
+    assert code == 2 and "training has diverged in" in err and "use a smaller learning rate" in err
+    assert not list(tmp_path.glob("*/result.json"))
+
+
 def test_ui_needs_a_store_and_stays_on_loopback(call, tmp_path: Path) -> None:
     code, _, err = call("ui", "--out", tmp_path)
     assert code == 2 and "There is no tracking database" in err

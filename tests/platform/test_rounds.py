@@ -197,7 +197,11 @@ def test_a_saved_model_scores_like_the_live_one(shops: Path, tmp_path: Path) -> 
         ("LEAK_NOWHERE", r"books tried to send to 'evil.example'"),
         ("LEAK_LOCAL", r"books tried to send to server \(up\) in stage 'local', outside its edges \(none"),
         ("LEAK_RANGE", r"server → books: payload key 'labels' holds values outside 0 … 1"),
-        ("LEAK_GROWS", r"films → server: payload key 'shared' has shape \(50,\), but books sent \(40,\)"),
+        (
+            "LEAK_GROWS",
+            r"books → server: payload key 'shared' has shape \(40,\), with an axis as long as the domain has users",
+        ),
+        ("LEAK_VARIES", r"films → server: payload key 'shared' has shape \(51,\), but books sent \(41,\)"),
     ],
 )
 def test_a_planted_leak_is_refused(method: str, words: str, shops: Path, tmp_path: Path) -> None:
