@@ -414,9 +414,9 @@ def test_the_server_clusters_the_union_and_answers_each_domain() -> None:
 
 
 def test_the_server_starts_from_the_centres_it_sent_last() -> None:
-    """Items that drift by 0.01 a round take the centres along; the start of the third round is the second's answer."""
-    server = METHOD.init_server(small(), context(SERVER, "init", 0))
-    drifting = {name: tensor(SIZES[name][1], 5, seed=i).numpy() for i, name in enumerate(SIZES)}
+    """Two far groups that drift by 0.01 a round take their centres along; what was sent is what the server keeps."""
+    server = METHOD.init_server(small(K=2), context(SERVER, "init", 0))
+    drifting = {name: (tensor(SIZES[name][1], 5, seed=i) + 20 * i).numpy() for i, name in enumerate(SIZES)}
     sent = []
     for round in (1, 2, 3):
         up = {name: {"item_vectors": (x + 0.01 * round).astype(np.float32)} for name, x in drifting.items()}
