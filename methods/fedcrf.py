@@ -456,7 +456,9 @@ def cluster(state: Server, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     )
     state.centres = fitted.cluster_centers_.astype(np.float32)
     labels = np.split(fitted.labels_, np.cumsum([len(v) for v in vectors])[:-1])
-    send = {name: {"centres": state.centres, "labels": own} for name, own in zip(ctx.peers, labels, strict=True)}
+    send: dict[str, Payload] = {
+        name: {"centres": state.centres, "labels": own} for name, own in zip(ctx.peers, labels, strict=True)
+    }
     return Out(send, {"kmeans_iterations": float(fitted.n_iter_), "kmeans_inertia": fitted.inertia_ / len(union)})
 
 

@@ -1,9 +1,9 @@
 """The search space a method declares: the `search:` block of its YAML file, checked against its Config.
 
-    search:
-      K: {values: [30, 40, 50, 60, 70]}
-      lr: {low: 1.0e-4, high: 1.0e-2, log: true}
-      layers: {low: 1, high: 4, int: true}
+search:
+  K: {values: [30, 40, 50, 60, 70]}
+  lr: {low: 1.0e-4, high: 1.0e-2, log: true}
+  layers: {low: 1, high: 4, int: true}
 """
 
 from __future__ import annotations

@@ -114,4 +114,5 @@ def aligned_projection(x: torch.Tensor, reference: torch.Tensor) -> torch.Tensor
     centred = (x - x.mean(0)).double()
     principal = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -reference.shape[1] :]
     left, _, right = torch.linalg.svd(principal.T @ reference.double())
-    return (principal @ (left @ right)).float()
+    rotated: torch.Tensor = principal @ (left @ right)
+    return rotated.float()
