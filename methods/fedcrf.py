@@ -53,11 +53,16 @@ Departures
     - t′ = t + ReLU(LZW₂): without the residual the vectors lose most of what the text knew (`residual`).
     - Fewer federated rounds than the paper's 20 and a smaller learning rate on the text path, both chosen on validation
       (`rounds`, `lr_text`).
+    - The three scores of Eq. (11) share w, but each source has its own bias: a shared one cancels in the softmax. That of
+      t′ starts at `own_bias`. Equal shares would make every item of a cluster a near copy of its centre.
+    - The item graphs of Eq. (17) keep non-negative cosines to other items only, and an edge that either end keeps.
+    - The default text encoder is the packaged 384-d MiniLM, not a 1024-d one (`text.encoder=bge-large` of the run).
 
 Not stated in the paper
     - φ_emb is linear and starts near an isometry: the directions of largest variance of the domain's own text, rotated
-      as close as possible to one random basis that all domains share (`projection`). The rotation keeps the coordinates
-      of different domains comparable and evens out their variances, so that Eq. (3) hardly bends the geometry.
+      as close as possible to one random basis that all domains and all seeds share (`projection`). The rotation keeps
+      the coordinates of different domains comparable and evens out their variances, so that Eq. (3) hardly bends the
+      geometry.
     - μ and σ² start at the first round's statistics and are updated once per round, with a small ρ (`momentum`): while
       the projection trains, lagging statistics give each domain an offset, and the clusters would part by domain.
     - K-means: a member's weight is 1 / (distance + `cluster_eps`); every round starts from the last round's centres; an
@@ -65,12 +70,15 @@ Not stated in the paper
     - The centres arrive in normalised coordinates; FGSAT maps them back to the domain's own scale to mix them with t.
     - Semantic graph: an item is linked to its own secondary centre with weight 1; item-item and centre-centre pairs keep
       their top `fgsat_neighbours` cosines, non-negative; self loops.
-    - A bias that all three scores of Eq. (11) share cancels in the softmax. Each source has its own; that of t′ starts at
-      `own_bias`. Equal shares would make every item of a cluster a near copy of its centre, and the item graph coarse.
+    - A batch of items in FGSAT is the different positives and sampled negatives of a batch of pairs; T^pre and scores come
+      from the whole catalogue as one batch. T^pre is t″, not φ(x).
+    - L_KD and L_FA run over the positives of a batch, as often as they occur. Gradients reach both sides of L_KD and L_kd
+      and the users; none passes through the edge weights of Eq. (10).
     - L_rec is BPR on x_u and x^id + t″/‖t″‖ in "pretrain" and on Eq. (21) in "finetune", with LightGCN's L2 term.
     - f(x_u, ·) = σ(x_uᵀ·), so KL is that of two Bernoulli variables; L_kd of Eq. (23) compares h^pre with h^local.
     - "finetune" goes on from the IDs of "pretrain" (`warm_start`), with a fresh optimizer. The decay of its learning
-      rates (`lr_decay`) counts the federated rounds in, so that it starts below the rate that trained the IDs.
+      rates (`lr_decay`) counts the federated rounds in, so that it starts below the rate that trained the IDs. Against
+      `ablation="fed"` this also means more epochs on the IDs: `warm_start=false` separates the two.
     - T^local comes from a second projection. Its graph is refreshed every `refresh_every` epochs, without gradient.
     - L_con runs over the different positive items of a batch. As printed, its denominator leaves the positive pair out;
       `contrast="infonce"` keeps it.
@@ -126,7 +134,7 @@ EPS = 1e-5  # ε of Eq. (3)
 
 
 class Config(MethodConfig):
-    """Section 4.5 where not said otherwise; its values for Kitchen-Food are the defaults."""
+    """Section 4.5 where not said otherwise; its values for Kitchen-Food are the defaults. ◇: not in the paper, chosen here."""
 
     dim: int = Setting(64, ge=1, description="d_t, size of all vectors")
     layers: int = Setting(2, ge=0, description="LightGCN layers")
@@ -370,7 +378,8 @@ class Domain(nn.Module):
         }
         for name, value in buffers.items():
             self.register_buffer(name, value)
-        self.text = self.to(ctx.device).text.to(ctx.device)
+        self.to(ctx.device)
+        self.text = self.text.to(ctx.device)
         data = self.data
         self.adjacency = bipartite_adjacency(data.n_users, data.n_items, data.users, data.items, ctx.device)
         self.optimizer = self.new_optimizer()

@@ -23,8 +23,8 @@ What crosses
     Nothing: the method has one local stage, without edges. A round is one epoch over the domain's training pairs.
 
 Departures
-    - The defaults are those of the protocol that compares it with federated methods (FedCRF, arXiv 2604.17681, section
-      4.1.4): two layers, learning rate 0.005. The preset `paper` has LightGCN's own.
+    - The defaults are those of the protocol that compares it with federated methods (FedCRF, arXiv 2604.17681, sections
+      4.4 and 4.5): two layers, learning rate 0.005. The preset `paper` has LightGCN's own.
     - λ‖E^(0)‖² is taken over the rows of a batch, as ½‖rows‖² / b, which is what the authors' code does; so is the mean
       over the pairs of a batch instead of their sum.
     - Equations (3), (7) and (8) are computed as one product per layer on a prebuilt sparse matrix. Ã is symmetric, so
@@ -64,11 +64,11 @@ from crossfed.platform.seam import (
 
 
 class Config(MethodConfig):
-    """Hyperparameters, from §4.1.2 of LightGCN and from FedCRF §4.1.4, the protocol shared by all compared methods."""
+    """Hyperparameters, from §4.1.2 of LightGCN and from FedCRF §4.5, the protocol shared by all compared methods."""
 
     dim: PositiveInt = Field(64, description="width of the embeddings (§4.1.2)")
-    layers: int = Field(2, ge=0, description="layers K (FedCRF §4.1.4; the paper: 1 to 4); 0 is plain factorisation")
-    lr: PositiveFloat = Field(0.005, description="Adam's learning rate (FedCRF §4.1.4; the paper: 0.001)")
+    layers: int = Field(2, ge=0, description="layers K (FedCRF §4.5; the paper: 1 to 4); 0 is plain factorisation")
+    lr: PositiveFloat = Field(0.005, description="Adam's learning rate (FedCRF §4.5; the paper: 0.001)")
     batch_size: PositiveInt = Field(1024, description="training pairs in a batch (§4.1.2)")
     l2: NonNegativeFloat = Field(1e-4, description="λ of Eq. (15) (§4.1.2)")
     epochs: int = Field(60, ge=0, description="local epochs at most (the paper: 1000)")

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from crossfed.platform.data import synthetic
 from crossfed.platform.discovery import find_method, method_file, nearest
-from crossfed.platform.evaluation.metrics import metric_name
+from crossfed.platform.evaluation.metrics import metric_name, parse_metric
 from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.seam import CrossfedError, Method, MethodConfig
 from crossfed.platform.tracking import TrackingSettings, redact
@@ -79,9 +79,12 @@ class Evaluation(Settings):
     def _canonical(cls, value: str) -> str:
         return metric_name(value)
 
+    @field_validator("metrics")
+    @classmethod
+    def _known_metrics(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(parse_metric(f"{name}_at_1")[0] for name in value)
+
     def model_post_init(self, _: Any) -> None:
-        for name in self.metrics:
-            metric_name(f"{name}_at_{self.ks[0]}")
         measured = [f"{name}_at_{k}" for name in self.metrics for k in self.ks]
         if self.select not in measured:
             raise ValueError(f"select={self.select} is not measured{nearest(self.select, measured)}")
@@ -140,9 +143,10 @@ class RunConfig(Settings):
         return self.resolved.Config.model_validate(self.config)
 
     def hash(self) -> str:
-        """Twelve hex digits over what can change a number: everything but where and how it is run and tracked."""
+        """Twelve hex digits over what can change a number; seed and data stand beside it, and how it is run changes none."""
         told = self.model_dump(
-            mode="json", exclude={"out", "tracking", "resources", "backend", "checkpoint_every", "seed", "data"}
+            mode="json",
+            exclude={"out", "tracking", "preset", "resources", "backend", "checkpoint_every", "seed", "data"},
         )
         told["threads"] = self.resources.threads
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]

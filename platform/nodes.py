@@ -174,16 +174,16 @@ class Node:
     def audit(self) -> dict[str, float]:
         """What the vectors last sent give away: F1 of the similarity-based inference attack on this domain's users.
 
-        `<key>/f1_at_<k>` for every sent array with one row per item, `random/f1_at_<k>` for random vectors; empty where
-        nothing of the kind was sent. FedCRF, Table 6.
+        `<key>/f1_at_<k>` for every sent array with one row per item, `<key>_random/f1_at_<k>` for random vectors of its
+        width; empty where nothing of the kind was sent. FedCRF, Table 6.
         """
         assert self.data is not None
         found: dict[str, float] = {}
         for key, vectors in self.uploaded.items():
             if vectors.ndim == 2:
                 found |= {f"{key}/f1_at_{k}": f1 for k, f1 in similarity_attack(vectors, self.data).items()}
-        if found:
-            found |= {f"random/f1_at_{k}": f1 for k, f1 in random_baseline(self.data, 64).items()}
+                random = random_baseline(self.data, vectors.shape[1])
+                found |= {f"{key}_random/f1_at_{k}": f1 for k, f1 in random.items()}
         return found
 
     def measure(self, part: str, seen: tuple[Array, Array], truth: tuple[Array, Array]) -> tuple[Measured, Ranking]:

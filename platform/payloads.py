@@ -134,7 +134,7 @@ class Gate:
             expected = tuple(dimension(name, self.config, sizes) for name in field.shape)
             if value.shape != expected:
                 raise LeakError(f"{who} has shape {value.shape}, declared {field.shape} = {expected}; it was not sent.")
-        elif self.n_users is not None and self.n_users in value.shape:
+        elif self.n_users in value.shape and self.n_users not in self.config.model_dump().values():
             raise LeakError(
                 f"{who} has shape {value.shape}, with an axis as long as the domain has users ({self.n_users}); a field "
                 "declared without a shape may not grow with users. It was not sent."
@@ -170,6 +170,10 @@ class ShapeWatch:
 def check_declarations(method: Method, config: MethodConfig) -> None:
     """Raises CrossfedError when a declared dimension is neither a size, a number, nor a value of the method's Config."""
     for field in method.fields:
+        if field.direction == Direction.DOWN and "n_users" in (field.shape or ()):
+            raise CrossfedError(
+                f"{method.name}: field {field.key!r} goes down with n_users rows, which the server cannot know."
+            )
         for name in itertools.chain(field.shape or (), () if field.high is None else (field.high,)):
             if (
                 isinstance(name, str)

@@ -315,7 +315,7 @@ def test_the_audit_attacks_what_was_uploaded_and_survives_a_resume(call, shops: 
     assert code == 0, err
     result = json.loads(Path(out.strip().splitlines()[-1]).read_text())
     audit = result["domains"]["books"]["audit"]
-    assert set(audit) == {f"{what}/f1_at_{k}" for what in ("item_vectors", "random") for k in (1, 3, 5)}
+    assert set(audit) == {f"{what}/f1_at_{k}" for what in ("item_vectors", "item_vectors_random") for k in (1, 3, 5)}
     assert all(0 < value < 1 for value in audit.values())
     run_dir = Path(out.strip().splitlines()[-1]).parent
     (run_dir / "result.json").unlink()

@@ -134,3 +134,13 @@ def test_a_password_in_the_tracking_uri_is_refused_without_being_repeated() -> N
     with pytest.raises(CrossfedError, match="MLFLOW_TRACKING_URI") as caught:
         build("lightgcn", sets=["tracking.uri=https://me:secret@mlflow.example"])
     assert "secret" not in str(caught.value)
+
+
+def test_metric_names_are_read_in_any_spelling() -> None:
+    config = build("lightgcn", sets=["evaluation.metrics=[Recall, NDCG]", "evaluation.select=NDCG@10"])
+    assert config.evaluation.metrics == ("recall", "ndcg")
+
+
+def test_a_preset_that_changes_nothing_changes_no_hash() -> None:
+    assert build("fedcrf", preset="kitchen-food").hash() == build("fedcrf").hash()
+    assert build("fedcrf", preset="care-beauty").hash() != build("fedcrf").hash()
