@@ -161,8 +161,12 @@ def test_in_memory_database_is_refused(tmp_path: Path) -> None:
         start(tmp_path / "run", uri="sqlite:///:memory:")
 
 
-def test_password_is_not_written_down(tmp_path: Path) -> None:
-    tracker = start(tmp_path / "run", [], uri=f"http://me:secret@127.0.0.1:{free_port()}")
+def test_password_is_not_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uri = f"http://me:secret@127.0.0.1:{free_port()}"
+    with pytest.raises(ValueError, match="a password does not belong in a run's files"):
+        TrackingSettings(uri=uri)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    tracker = start(tmp_path / "run", [])
     tracker.finish("FINISHED")
     assert "***@127.0.0.1" in tracker.status
     for path in (tmp_path / "run").iterdir():
