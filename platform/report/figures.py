@@ -24,9 +24,9 @@ from crossfed.platform.seam import SERVER, Array, CrossfedError
 History = Sequence[Mapping[str, Any]]
 
 # Okabe and Ito's palette: told apart with any colour vision; markers tell apart in print.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = "os^Dv<>PX*"
-_GREY = "#666666"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = "os^Dv<>PX*"
+GREY = "#666666"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +100,13 @@ def validation_curves(
     """
     recorded = _series(history, "val")
     metrics = tuple(metrics) if metrics is not None else _main_metrics(recorded)
-    panels = {m: {d: s for (d, name), s in recorded.items() if name == m and d != "mean"} for m in metrics}
-    panels = {m: lines for m, lines in panels.items() if lines}
-    if not panels:
+    shown = {m: {d: s for (d, name), s in recorded.items() if name == m and d != "mean"} for m in metrics}
+    shown = {m: lines for m, lines in shown.items() if lines}
+    if not shown:
         return None
-    figure, axes = _grid(len(panels), "Validation", about)
-    style = _styles(d for lines in panels.values() for d in lines)
-    for axis, (metric, lines) in zip(axes, panels.items(), strict=True):
+    figure, axes = _grid(len(shown), "Validation", about)
+    style = _styles(d for lines in shown.values() for d in lines)
+    for axis, (metric, lines) in zip(axes, shown.items(), strict=True):
         for domain, (steps, values) in lines.items():
             colour, marker = style[domain]
             _line(axis, steps, values, colour, marker)
@@ -114,13 +114,13 @@ def validation_curves(
                 axis.plot(steps[place], values[place], "*", color=colour, ms=15, mec="white", mew=1.2, zorder=5)
         _stages(axis, history)
         axis.set_ylabel(pretty(metric))
-    first = next(iter(panels))
+    first = next(iter(shown))
     labels = {}
     for domain in style:
-        steps, values = panels[first].get(domain, (np.array([]), np.array([])))
+        steps, values = shown[first].get(domain, (np.array([]), np.array([])))
         value = values[steps == selected.get(domain)]
         labels[domain] = f"{domain}  ({pretty(first)} {value[0]:.4f})" if len(value) else domain
-    star = Line2D([], [], ls="", marker="*", color=_GREY, ms=12, label="selected round")
+    star = Line2D([], [], ls="", marker="*", color=GREY, ms=12, label="selected round")
     _legend(figure, style, labels, [star] if selected else [])
     return figure
 
@@ -164,7 +164,7 @@ def bytes_per_round(history: History, about: About) -> Figure | None:
     if not sending:
         return None
     figure, [axis] = _grid(1, "Bytes per round", about)
-    for offset, (side, colour) in zip((-0.2, 0.2), (("up", _COLOURS[0]), ("down", _COLOURS[4])), strict=True):
+    for offset, (side, colour) in zip((-0.2, 0.2), (("up", COLOURS[0]), ("down", COLOURS[4])), strict=True):
         label = f"{side}  (total {size(counts[side].sum())})"
         if len(steps) <= 60:
             axis.bar(steps + offset, counts[side], width=0.4, color=colour, label=label)
@@ -313,28 +313,45 @@ def _main_metrics(recorded: Mapping[tuple[str, str], Any]) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def _grid(panels: int, title: str, about: About, height: float = 4.2) -> tuple[Figure, list[Axes]]:
-    """A figure with up to three panels in a row, its title, and what it is about."""
-    columns = {4: 2}.get(panels, min(panels, 3))
-    rows = math.ceil(panels / columns)
-    width = {1: 8.0, 2: 11.0, 3: 14.0}[columns]
-    tall = 1.3 + (height if rows == 1 else 2.8 * rows)
+def panels(
+    count: int, title: str, about: str, height: float = 4.2, columns: int | None = None
+) -> tuple[Figure, list[Axes]]:
+    """A figure in the product's style: panels in rows, a title, and a line that says what it is about.
+
+    Args:
+        count: number of panels.
+        about: the line under the title. A line break in it takes room of its own.
+        height: of a single row, in inches.
+        columns: panels in a row; up to three by default.
+    """
+    columns = columns or {4: 2}.get(count, min(count, 3))
+    rows = math.ceil(count / columns)
+    width = {1: 8.0, 2: 11.0}.get(columns, 14.0)
+    head = 0.7 + 0.17 * about.count("\n")
+    tall = 0.6 + head + (height if rows == 1 else 2.8 * rows)
     figure = Figure(figsize=(width, tall), dpi=110, layout="constrained")
     figure.text(0.1 / width, 1 - 0.12 / tall, title, fontsize=14, fontweight="bold", va="top")
-    figure.text(0.1 / width, 1 - 0.44 / tall, about.line(), fontsize=9.5, color=_GREY, va="top")
+    figure.text(0.1 / width, 1 - 0.44 / tall, about, fontsize=9.5, color=GREY, va="top")
     engine = figure.get_layout_engine()
     assert engine is not None
-    engine.set(rect=(0, 0, 1, 1 - 0.7 / tall), w_pad=0.1, h_pad=0.08)  # type: ignore[call-arg]
+    engine.set(rect=(0, 0, 1, 1 - head / tall), w_pad=0.1, h_pad=0.08)  # type: ignore[call-arg]
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for spare in axes[panels:]:
+    for spare in axes[count:]:
         spare.remove()
-    for axis in axes[:panels]:
+    for axis in axes[:count]:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", color="#dddddd", lw=0.8)
         axis.set_axisbelow(True)
+    return figure, axes[:count]
+
+
+def _grid(count: int, title: str, about: About, height: float = 4.2) -> tuple[Figure, list[Axes]]:
+    """Panels over the rounds of a run."""
+    figure, axes = panels(count, title, about.line(), height)
+    for axis in axes:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_xlabel("round, over all stages")
-    return figure, axes[:panels]
+    return figure, axes
 
 
 def _line(axis: Axes, steps: Array, values: Array, colour: str, marker: str) -> None:
@@ -352,17 +369,17 @@ def _stages(axis: Axes, history: History) -> None:
     for position, stage in enumerate(stages):
         steps = [row["step"] for row in history if row["stage"] == stage]
         if position:
-            axis.axvline(min(steps) - 0.5, color=_GREY, lw=1, ls=(0, (4, 3)), zorder=1)
+            axis.axvline(min(steps) - 0.5, color=GREY, lw=1, ls=(0, (4, 3)), zorder=1)
         axis.text(
             (min(steps) + max(steps)) / 2, 1.01, stage, transform=axis.get_xaxis_transform(), ha="center", va="bottom",
-            fontsize=9, color=_GREY,
+            fontsize=9, color=GREY,
         )  # fmt: skip
 
 
 def _styles(names: Any) -> dict[str, tuple[str, str]]:
     """Name -> colour and marker, by order of appearance; the server last, so that domains look the same everywhere."""
     unique = sorted(dict.fromkeys(names), key=lambda name: name == SERVER)
-    return {n: (_COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)]) for i, n in enumerate(unique)}
+    return {n: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i, n in enumerate(unique)}
 
 
 def _columns(count: int) -> int:
