@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from crossfed.platform.seam import CrossfedError, Scope
+from crossfed.platform.seam import CrossfedError, Release, Scope
 
 if TYPE_CHECKING:
     from crossfed.platform.data.store import PreparedData
@@ -195,6 +195,8 @@ def methods(name: Annotated[str | None, typer.Argument(help="Show one method wit
                 highlight=False,
             )
         shipped = method_file(found)
+        for release in method.releases(method.Config.model_validate(shipped.get("config", {}))):
+            console.print(f"  noise {_released(release)}", markup=False, highlight=False)
         if presets := shipped.get("presets"):
             console.print(f"  presets: {', '.join(presets)}", highlight=False)
         if name is None:
@@ -210,6 +212,16 @@ def methods(name: Annotated[str | None, typer.Argument(help="Show one method wit
                 markup=False,
                 highlight=False,
             )
+
+
+def _released(release: Release) -> str:
+    """One declared release, in words."""
+    return (
+        f"{', '.join(release.keys)} in {release.stage}: {release.mechanism}, scale {release.scale:g}, "
+        f"{release.norm} sensitivity {release.sensitivity:g} of {release.unit}, {release.count} releases a message"
+        + ("" if release.mechanism == "gaussian" else f" of ε = {release.epsilon:g}")
+        + f"; the paper counts ε = {release.per_round_epsilon:g} for all of it"
+    )
 
 
 def _range(entry: dict[str, Any]) -> str:

@@ -115,6 +115,22 @@ class Resources(Settings):
     max_restarts: int = Field(2, ge=0, description="how often lost nodes are restarted from the last committed round")
 
 
+class Privacy(Settings):
+    """How perturbed releases are counted, and when a run has to stop. Only for methods that declare releases."""
+
+    budget: float | None = Field(
+        None, gt=0, description="largest total ε of any domain; a run stops before the round that would exceed it"
+    )
+    counting: Literal["paper", "whole", "tight"] = Field(
+        "whole",
+        description="which total the budget limits: the paper's, basic composition, or the tighter one at delta",
+    )
+    delta: float = Field(1e-6, ge=0, lt=1, description="δ at which the tighter total (and Gaussian noise) is stated")
+    noise_seed: int | None = Field(
+        None, ge=0, description="makes the noise reproducible, for tests: whoever knows it can remove the noise"
+    )
+
+
 class RunConfig(Settings):
     """One federated run."""
 
@@ -128,6 +144,7 @@ class RunConfig(Settings):
     evaluation: Evaluation = Field(default_factory=Evaluation)
     resources: Resources = Field(default_factory=Resources)
     tracking: TrackingSettings = Field(default_factory=TrackingSettings)
+    privacy: Privacy = Field(default_factory=Privacy)
     seed: int = Field(0, ge=0, description="seed of every random number of the run but the split's")
     backend: Literal["ray", "inprocess"] = Field("ray", description="Ray actors, or one process")
     out: Path = Field(Path("runs"), description="folder of run directories")
@@ -149,6 +166,8 @@ class RunConfig(Settings):
             exclude={"out", "tracking", "preset", "resources", "backend", "checkpoint_every", "seed", "data"},
         )
         told["threads"] = self.resources.threads
+        if self.privacy == Privacy():  # came later: runs that set none of it keep their hash
+            del told["privacy"]
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
     def to_yaml(self) -> str:

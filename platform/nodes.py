@@ -35,6 +35,7 @@ from crossfed.platform.seam import (
     Interactions,
     Payload,
     generators,
+    noise_generator,
 )
 
 P = ParamSpec("P")
@@ -142,7 +143,10 @@ class Node:
         place = (stage, round, self.name, *where)
         rng, torch_rng = generators(self.plan.config.seed, *place)
         torch.manual_seed(int(generators(self.plan.config.seed, *place, "global")[0].integers(2**63)))
-        return Context(self.name, stage, round, self.peers, rng, torch_rng, self.device, self.data, self.artifacts)
+        noise_rng = noise_generator(self.plan.config.privacy.noise_seed, *place)
+        return Context(
+            self.name, stage, round, self.peers, rng, torch_rng, self.device, self.data, self.artifacts, noise_rng
+        )
 
     # -- running -------------------------------------------------------------------------------------------------
 

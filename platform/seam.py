@@ -12,6 +12,8 @@ by the method as a `Field` and checked by the platform before it leaves the send
 from __future__ import annotations
 
 import hashlib
+import math
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -79,6 +81,48 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True)
+class Release:
+    """What leaves under noise, and what its receivers can learn from it at most.
+
+    A message is one payload of a phase: the same arrays sent to several receivers are one message, differently perturbed
+    arrays are several. A message holds `count` releases: vectors that are clipped and perturbed each by itself, all computed
+    from the same interactions, so that their losses add up.
+
+    Args:
+        stage: the name of the stage in which the keys leave.
+        keys: the payload keys of the message that are perturbed, as in `Method.fields`.
+        mechanism: "laplace": independent Laplace(scale) noise on every coordinate, set against the L1 sensitivity;
+            "gaussian": independent N(0, scale²) noise, set against the L2 sensitivity.
+        unit: the unit of protection, in words: what may change between two data sets that cannot be told apart.
+        sensitivity: how far one release can move when one unit changes, in the mechanism's norm (2C after clipping to C).
+        scale: Laplace's b or the Gaussian's σ, as it is really added.
+        per_round_epsilon: ε that the paper counts for the whole message (ε₀), whether or not it holds.
+        count: releases per message, e.g. 2K for K user and K item prototypes.
+        parts: where in the stage it leaves: in every round ("each"), before the first ("open"), after the last ("close").
+    """
+
+    stage: str
+    keys: tuple[str, ...]
+    mechanism: Literal["laplace", "gaussian"]
+    unit: str
+    sensitivity: float
+    scale: float
+    per_round_epsilon: float
+    count: int = 1
+    parts: tuple[Literal["open", "each", "close"], ...] = ("each",)
+
+    @property
+    def norm(self) -> Literal["L1", "L2"]:
+        """The norm in which the sensitivity counts."""
+        return "L1" if self.mechanism == "laplace" else "L2"
+
+    @property
+    def epsilon(self) -> float:
+        """ε of one release at δ = 0: sensitivity / scale for Laplace noise, infinite for Gaussian noise."""
+        return self.sensitivity / self.scale if self.mechanism == "laplace" else math.inf
+
+
+@dataclass(frozen=True, slots=True)
 class Out:
     """What a step hands back: `send` maps a receiver's node name to its payload, `metrics` are scalars for the tracker."""
 
@@ -117,6 +161,29 @@ class Interactions:
         return cls(n_users, n_items, users[order], items[order], times[order], indptr)
 
 
+def noise_generator(seed: int | None = None, *where: str | int) -> np.random.Generator:
+    """The generator that privacy noise is drawn from (`Context.noise_rng`).
+
+    Without a seed its 128-bit key comes from the operating system's cryptographic source, anew at every call, and nobody
+    can draw the noise again. With a seed (`privacy.noise_seed`, for tests) the noise depends on the arguments alone: whoever
+    knows the seed can subtract it, so nothing is promised.
+
+    What floating-point noise does not promise: ε is proven for real numbers. A float64 Laplace draw reaches only some of the
+    floats, and which ones depends on the value it is added to; the low bits of the sum can tell neighbouring data sets apart
+    (Mironov, "On Significance of the Least Significant Bits for Differential Privacy", CCS 2012). Rounding to float32 before
+    sending leaves fewer such bits but is no proof. Snapping, or discrete noise, closes the gap and is not done here; Philox is
+    also a generator for statistics, not a cipher. Take the totals as those of the mathematical mechanism, not of a hardened
+    implementation.
+
+    Args:
+        seed: None for fresh noise.
+        where: the place in the run, with a seed: stage, round, node, part and phase.
+    """
+    if seed is None:
+        return np.random.Generator(np.random.Philox(key=secrets.randbits(128)))
+    return np.random.Generator(np.random.Philox(stream(seed, *where, "noise")))
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a step may know besides its state and its inbox.
@@ -128,6 +195,8 @@ class Context:
         device: where this node's tensors belong.
         data: the domain's own training interactions; None at the server.
         artifacts: shared, content-keyed arrays by name, e.g. "text": float32 [n_items, width]; empty at the server.
+        noise_rng: NumPy generator for what perturbs a `Release`, and for nothing else: unlike `rng` it cannot be drawn again,
+            unless the run sets `privacy.noise_seed`. See `noise_generator` for what its noise promises.
     """
 
     node: str
@@ -139,6 +208,7 @@ class Context:
     device: torch.device
     data: Interactions | None = None
     artifacts: Mapping[str, Array] = field(default_factory=dict)
+    noise_rng: np.random.Generator = field(default_factory=noise_generator)
 
     @property
     def own(self) -> Interactions:
@@ -205,6 +275,11 @@ def inner_product(exported: Mapping[str, torch.Tensor], users: npt.NDArray[np.in
     return exported["users"][torch.from_numpy(users)] @ exported["items"].T
 
 
+def no_releases(config: Any) -> tuple[Release, ...]:
+    """Nothing is perturbed."""
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     """A method, whole. One file in `methods/` defines one of these as `METHOD`.
@@ -224,6 +299,7 @@ class Method:
         fields: every payload key that may cross, in any direction.
         artifacts: names of the artifacts it needs ("text").
         scope: who sees which interactions.
+        releases: Config -> what of that leaves under noise; the rest is sent as it is.
     """
 
     name: str
@@ -241,6 +317,7 @@ class Method:
     fields: tuple[Field, ...] = ()
     artifacts: tuple[str, ...] = ()
     scope: Scope = Scope.FEDERATED
+    releases: Callable[[Any], tuple[Release, ...]] = no_releases
 
 
 def stream(seed: int, *where: str | int) -> np.random.SeedSequence:
