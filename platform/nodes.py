@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 
 from crossfed.platform import checkpoint
-from crossfed.platform.artifacts import ArtifactStore
 from crossfed.platform.config import RunConfig
 from crossfed.platform.data import splits
 from crossfed.platform.data.store import PreparedData
@@ -40,6 +39,9 @@ from crossfed.platform.seam import (
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+Artifacts = Mapping[str, Mapping[str, Array]]
+"""Shared arrays by domain and name, made once of public data: domain -> "text" -> float32 [n_items, width]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +98,18 @@ class Node:
 
     # -- building ------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> int:
-        """Load this domain's own data, split it, and get its artifacts; returns its item count (0 at the server)."""
+    def prepare(self, artifacts: Mapping[str, Array]) -> int:
+        """Load this domain's own data and split it; returns its item count (0 at the server).
+
+        Args:
+            artifacts: what was made of this domain's public side beforehand, e.g. "text": float32 [n_items, width].
+        """
         if self.name == SERVER:
             return 0
         probe = self.plan.run_dir / "config.yaml"
         if not probe.is_file():
             raise CrossfedError(f"{self.name} does not see {probe}: --out must lie on storage that all machines share.")
-        self.data, self.validation = self.load("train"), self._truth("validation")
-        if "text" in self.method.artifacts:
-            text = self.plan.config.text
-            store = ArtifactStore(self.plan.cache)
-            _, self.artifacts["text"], _ = store.ensure_text(
-                PreparedData.open(self.plan.data).item_texts(self.name), text.encoder, text.missing, self.name
-            )
+        self.data, self.validation, self.artifacts = self.load("train"), self._truth("validation"), dict(artifacts)
         return self.data.n_items
 
     def load(self, part: str) -> Interactions:
@@ -309,7 +309,7 @@ class Nodes(Protocol):
     def preflight(self, plan: Plan) -> None:
         """Refuse, before anything is computed, what cannot be placed."""
 
-    def start(self, plan: Plan) -> None:
+    def start(self, plan: Plan, artifacts: Artifacts) -> None:
         """Build every node and its initial state."""
 
     def each(self, call: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -343,10 +343,10 @@ class InProcess:
     def preflight(self, plan: Plan) -> None:
         local_device(plan.config)
 
-    def start(self, plan: Plan) -> None:
+    def start(self, plan: Plan, artifacts: Artifacts) -> None:
         device = local_device(plan.config)
         self.nodes = {name: Node(plan, name, device) for name in plan.nodes}
-        sizes = {name: node.prepare() for name, node in self.nodes.items()}
+        sizes = {name: node.prepare(artifacts.get(name, {})) for name, node in self.nodes.items()}
         for node in self.nodes.values():
             node.connect(sizes)
 

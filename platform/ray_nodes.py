@@ -20,7 +20,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from crossfed.platform import cluster
-from crossfed.platform.nodes import Node, NodeLost, Plan, Sent
+from crossfed.platform.nodes import Artifacts, Node, NodeLost, Plan, Sent
 from crossfed.platform.seam import SERVER, CrossfedError, Payload
 
 Ref = Any
@@ -103,7 +103,7 @@ class RayNodes:
         self.shares = cluster.shares(resources, plan.nodes, total.get("CPU", 0.0), total.get("GPU", 0.0))
         cluster.preflight(self.shares, ray.nodes())
 
-    def start(self, plan: Plan) -> None:
+    def start(self, plan: Plan, artifacts: Artifacts) -> None:
         self.preflight(plan)  # machines may have come or gone since the last start
         resources = plan.config.resources
         self.group = cluster.reserve(self.shares, resources.placement, resources.start_timeout)
@@ -118,7 +118,7 @@ class RayNodes:
         self.timeout = resources.start_timeout
         self._gather({name: actor.build.remote() for name, actor in self.actors.items()})
         self.timeout = None
-        sizes = self.each("prepare", dict.fromkeys(self.actors, ()))
+        sizes = self.each("prepare", {name: (ray.put(dict(artifacts.get(name, {}))),) for name in self.actors})
         self.each("connect", dict.fromkeys(self.actors, (sizes,)))
 
     def _gather(self, refs: Mapping[str, Ref]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from crossfed.platform.checkpoint import read_json, write_json, writing
 from crossfed.platform.config import RunConfig, build
 from crossfed.platform.data import synthetic
 from crossfed.platform.data.store import PreparedData
-from crossfed.platform.nodes import InProcess, Measured, NodeLost, Nodes, Plan
+from crossfed.platform.nodes import Artifacts, InProcess, Measured, NodeLost, Nodes, Plan
 from crossfed.platform.progress import Progress, SummaryRow, make_progress
 from crossfed.platform.report import figures
 from crossfed.platform.rounds import Round, Rounds
@@ -88,6 +88,7 @@ def run_federation(
     on_round: Callable[[Round], None] | None = None,
     finish: Finish | None = None,
     started: Callable[[Path], None] | None = None,
+    artifacts: Artifacts | None = None,
 ) -> RunResult:
     """Run a federation from its configuration to its result.
 
@@ -98,6 +99,7 @@ def run_federation(
         on_round: called after every round, e.g. to report to a tuner; what it raises ends the run.
         finish: called once with the selected state while the nodes are alive; its result is stored as the test metrics.
         started: called with the run's directory as soon as it exists.
+        artifacts: what `make_artifacts` gave for this configuration, made beforehand; made here by default.
 
     Raises:
         CrossfedError: anything a user can mend, in one sentence. What was committed before stays and can be resumed.
@@ -125,7 +127,7 @@ def run_federation(
         )
         tracker = _track(config, run_dir, data, domains, resume is not None, view)
         try:
-            result = _run(plan, data, tracker, view, on_round, finish)
+            result = _run(plan, data, tracker, view, on_round, finish, artifacts)
         except BaseException as error:
             killed = isinstance(error, KeyboardInterrupt)
             tracker.finish(
@@ -227,21 +229,22 @@ def _track(
     )
 
 
-def _encode(plan: Plan, data: PreparedData, view: Progress) -> float:
-    """Make the text vectors of every domain before its node asks for them; returns the seconds it took.
+def make_artifacts(config: RunConfig, view: Progress) -> Artifacts:
+    """The shared arrays that the method of a run needs, by domain; kept by content in the cache.
 
     Item text is public to the run; interactions are not touched here.
     """
-    if "text" not in plan.config.resolved.artifacts:
-        return 0.0
-    began, text, store = time.perf_counter(), plan.config.text, ArtifactStore(plan.cache)
-    hits = []
-    for name in plan.domains:
-        told = functools.partial(view.encoding, name)
-        _, vectors, hit = store.ensure_text(data.item_texts(name), text.encoder, text.missing, name, told)
-        hits.append(f"{name} {len(vectors)} × {vectors.shape[1]}{' (cached)' if hit else ''}")
-    view.note(f"text       {text.encoder}: {', '.join(hits)}")
-    return time.perf_counter() - began
+    found: dict[str, dict[str, npt.NDArray[Any]]] = {}
+    if "text" in config.resolved.artifacts:
+        data = PreparedData.open(resolve_data(config))
+        text, store, hits = config.text, ArtifactStore(), []
+        for name in chosen_domains(config, data):
+            told = functools.partial(view.encoding, name)
+            _, vectors, hit = store.ensure_text(data.item_texts(name), text.encoder, text.missing, name, told)
+            found.setdefault(name, {})["text"] = vectors
+            hits.append(f"{name} {len(vectors)} × {vectors.shape[1]}{' (cached)' if hit else ''}")
+        view.note(f"text       {text.encoder}: {', '.join(hits)}")
+    return found
 
 
 def _nodes(config: RunConfig) -> contextlib.AbstractContextManager[Nodes]:
@@ -268,6 +271,7 @@ def _run(
     view: Progress,
     on_round: Callable[[Round], None] | None,
     finish: Finish | None,
+    artifacts: Artifacts | None,
 ) -> dict[str, Any]:
     began, config = time.perf_counter(), plan.config
     stage = ""
@@ -286,11 +290,12 @@ def _run(
     with _nodes(config) as nodes:
         rounds = Rounds(plan, nodes, told)
         nodes.preflight(plan)
-        encode = _encode(plan, data, view)
-        lost = 0
+        before = time.perf_counter()
+        artifacts = make_artifacts(config, view) if artifacts is None else artifacts
+        encode, lost = time.perf_counter() - before, 0
         while True:
             try:
-                nodes.start(plan)
+                nodes.start(plan, artifacts)
                 if rounds.restore():
                     view.note(f"continuing after round {rounds.progress.step} of the run")
                 placement = nodes.placement()

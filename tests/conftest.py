@@ -13,6 +13,7 @@ HERE = Path(__file__).resolve().parent
 # Ray workers are started by the raylet, which inherits this environment: they must find the toy methods
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets actors miss their start beside any other work
 
 
 @pytest.fixture(autouse=True)

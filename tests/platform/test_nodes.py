@@ -25,7 +25,7 @@ def placed(shops: Path, tmp_path: Path) -> Iterator[tuple[Plan, InProcess]]:
     plan = Plan(build("toys:AVERAGE", values=values), shops, NAMES, tmp_path, tmp_path / "cache")
     (tmp_path / "config.yaml").touch()
     nodes = InProcess()
-    nodes.start(plan)
+    nodes.start(plan, {})
     yield plan, nodes
     nodes.stop()
 

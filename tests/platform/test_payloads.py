@@ -61,7 +61,7 @@ def test_every_place_has_its_own_random_numbers(shops: Path, tmp_path: Path) -> 
     (tmp_path / "config.yaml").touch()
     config = build("toys:AVERAGE", values={"data": shops, "out": tmp_path, "backend": "inprocess"})
     nodes, drawn = InProcess(), []
-    nodes.start(Plan(config, shops, ("books", "films"), tmp_path, tmp_path / "cache"))
+    nodes.start(Plan(config, shops, ("books", "films"), tmp_path, tmp_path / "cache"), {})
     for place in (
         ("a", 1, "each", 0),
         ("b", 1, "each", 0),
