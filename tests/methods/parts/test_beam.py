@@ -160,7 +160,7 @@ def test_a_hit_on_the_leaf_is_no_hit_on_the_item() -> None:
 
 
 def test_an_item_outside_the_beam_scores_minus_infinity(catalogue: tuple[np.ndarray, Trie]) -> None:
-    sids, trie = catalogue
+    _, trie = catalogue
     model = Tables(C, LEVELS, USERS)
     exact, beamed = score_items(model, trie, USERS, None), score_items(model, trie, USERS, 8)
     leaves, _ = beam_search(model, trie, USERS, 8)
