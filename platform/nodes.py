@@ -173,7 +173,7 @@ class Node:
         """Metrics on the validation split: training items masked, everything else a candidate (or the drawn ones)."""
         if self.data is None or self.validation is None:
             raise RuntimeError("the server has nothing to evaluate")
-        return self.measure("validation", (self.data.indptr, self.data.items), self.validation)[0]
+        return self.measure("validation", self.data, self.validation)[0]
 
     def audit(self) -> dict[str, float]:
         """What the vectors last sent give away: F1 of the similarity-based inference attack on this domain's users.
@@ -190,8 +190,8 @@ class Node:
                 found |= {f"{key}_random/f1_at_{k}": f1 for k, f1 in random.items()}
         return found
 
-    def measure(self, part: str, seen: tuple[Array, Array], truth: tuple[Array, Array]) -> tuple[Measured, Ranking]:
-        """Rank `truth` for every user who has some, masking `seen`; both as (indptr, items)."""
+    def measure(self, part: str, seen: Interactions, truth: tuple[Array, Array]) -> tuple[Measured, Ranking]:
+        """Rank `truth` (indptr, items) for every user who has some; `seen` is masked, and is what the method may look at."""
         evaluation, data = self.plan.config.evaluation, self.data
         assert data is not None
         indptr, items = truth
@@ -202,11 +202,13 @@ class Node:
             )
         protocol = get_protocol(evaluation.protocol)
         torch.manual_seed(0)
+        if self.method.observe is not None:
+            self.method.observe(self.state, seen)
         try:
             drawn = None if protocol.negatives is None else self._candidates(part, users, protocol.negatives)
             ranking = rank(
                 lambda batch: self.method.score(self.state, batch),
-                users, *seen, indptr, items, data.n_items, evaluation.ks, candidates=drawn,
+                users, seen.indptr, seen.items, indptr, items, data.n_items, evaluation.ks, candidates=drawn,
             )  # fmt: skip
         except CrossfedError as error:
             raise CrossfedError(f"Domain {self.name}, {part}: {error}.") from error

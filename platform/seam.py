@@ -300,6 +300,10 @@ class Method:
         artifacts: names of the artifacts it needs ("text").
         scope: who sees which interactions.
         releases: Config -> what of that leaves under noise; the rest is sent as it is.
+        observe: (State, Interactions) -> None: from now on, `score` and `export` take these as the users' histories. For
+            methods that read a history when they recommend; called before every ranking with exactly what is masked in
+            it: the training interactions for validation, those and the validation interactions for the test. None where
+            users have parameters instead.
     """
 
     name: str
@@ -318,6 +322,7 @@ class Method:
     artifacts: tuple[str, ...] = ()
     scope: Scope = Scope.FEDERATED
     releases: Callable[[Any], tuple[Release, ...]] = no_releases
+    observe: Callable[[State, Interactions], None] | None = None
 
 
 def stream(seed: int, *where: str | int) -> np.random.SeedSequence:

@@ -10,7 +10,7 @@ from crossfed.platform.seam import Interactions
 
 
 def _measure(node: Node) -> Measured:
-    """Test metrics of one domain: training and validation items are masked; per-user values stay as rows without ids."""
+    """Test metrics of one domain: training and validation items are seen and masked; per-user values stay as rows without ids."""
     assert node.data is not None
     train, validation, test = node.data, node.load("validation"), node.load("test")
     seen = Interactions.build(
@@ -18,8 +18,9 @@ def _measure(node: Node) -> Measured:
         train.n_items,
         np.concatenate([train.users, validation.users]),
         np.concatenate([train.items, validation.items]),
+        np.concatenate([train.times, validation.times]),
     )
-    measured, ranking = node.measure("test", (seen.indptr, seen.items), (test.indptr, test.items))
+    measured, ranking = node.measure("test", seen, (test.indptr, test.items))
     folder = node.plan.run_dir / "per_user"
     folder.mkdir(exist_ok=True)
     trained = np.diff(train.indptr)[ranking.users]

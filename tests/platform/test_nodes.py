@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from crossfed.platform.data.splits import assign
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.evaluation.final import test_once as final_test
 from crossfed.platform.nodes import InProcess, Plan
+from crossfed.platform.seam import Interactions
 
 NAMES = ("books", "films", "games")
 
@@ -61,3 +63,24 @@ def test_the_final_test_masks_training_and_validation_items(placed: tuple[Plan, 
     assert [mrr(measured, name) for name in NAMES] == [1, 1, 1]
     rank_by_part(plan, nodes, train=0, validation=0, test=-1)
     assert all(mrr(final_test(plan, nodes), name) < 0.1 for name in NAMES), "items that no part has are candidates"
+
+
+def test_a_method_may_look_at_what_is_masked_and_at_nothing_later(placed: tuple[Plan, InProcess]) -> None:
+    """Validation shows the training interactions; the test shows those and the validation ones, in time order."""
+    plan, nodes = placed
+    shown: dict[str, list[Interactions]] = {name: [] for name in NAMES}
+    for name in NAMES:
+        node = nodes.nodes[name]
+        node.method = replace(node.method, observe=lambda state, known, name=name: shown[name].append(known))
+    nodes.each("evaluate", dict.fromkeys(NAMES, ()))
+    final_test(plan, nodes)
+    for name in NAMES:
+        node, (at_validation, at_test) = nodes.nodes[name], shown[name]
+        train, validation, test = (node.load(part) for part in ("train", "validation", "test"))
+        assert at_validation is node.data and np.array_equal(at_validation.items, train.items)
+        for user in range(train.n_users):
+            mine = slice(*at_test.indptr[user : user + 2])
+            held = [{*part.items[slice(*part.indptr[user : user + 2])].tolist()} for part in (train, validation, test)]
+            assert {*at_test.items[mine].tolist()} == held[0] | held[1]
+            assert not held[2] & {*at_test.items[mine].tolist()}
+            assert (np.diff(at_test.times[mine]) >= 0).all()
