@@ -378,6 +378,35 @@ def ui(
 
 
 @app.command()
+def privacy(
+    run: Annotated[str, typer.Argument(help="A run's directory or id, finished or not.")],
+    out: Out = RUNS,
+) -> None:
+    """What a run's perturbed messages cost: every release with its parameters, and the totals by domain."""
+    from crossfed.platform.privacy import summary
+    from crossfed.platform.run import find_run, privacy_account
+
+    block, console = privacy_account(find_run(run, out)), Console(highlight=False)
+    shown = Table(title="perturbed releases by sender", title_justify="left")
+    for column in ("sender", "stage", "keys", "noise", "sensitivity", "ε per release", "messages", "releases"):
+        shown.add_column(column, justify="left" if column in ("sender", "stage", "keys", "noise") else "right")
+    for column in ("ε, paper", "ε, whole"):
+        shown.add_column(column, justify="right")
+    for name, row in block["domains"].items():
+        for line in row["releases"]:
+            shown.add_row(
+                name, line["stage"], "\n".join(line["keys"]), f"{line['mechanism']} {line['scale']:g}",
+                f"{line['norm']} {line['sensitivity']:g}", "–" if line["epsilon"] is None else f"{line['epsilon']:g}",
+                str(line["messages"]), f"{line['messages']} × {line['count']}", f"{line['epsilon_paper']:g}",
+                f"{line['epsilon_whole']:g}",
+            )  # fmt: skip
+    if block["domains"]:
+        console.print(shown)
+    for text in summary(block) or ["no message has left yet"]:
+        console.print(text, markup=False, soft_wrap=True)
+
+
+@app.command()
 def replay(
     run: Annotated[str, typer.Argument(help="A run's directory or id.")],
     out: Out = RUNS,

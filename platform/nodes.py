@@ -26,6 +26,7 @@ from crossfed.platform.evaluation.audit import random_baseline, similarity_attac
 from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.evaluation.ranking import Ranking, rank
 from crossfed.platform.payloads import Entry, Gate, freeze
+from crossfed.platform.privacy import tell_apart
 from crossfed.platform.seam import (
     SERVER,
     Array,
@@ -84,7 +85,7 @@ class Node:
     def __init__(self, plan: Plan, name: str, device: torch.device):
         self.plan, self.name, self.device = plan, name, device
         self.method, self.config = plan.config.resolved, plan.config.method_config()
-        self.stages = self.method.stages(self.config)
+        self.stages, self.releases = self.method.stages(self.config), self.method.releases(self.config)
         self.data: Interactions | None = None
         self.artifacts: dict[str, Array] = {}
         self.validation: tuple[Array, Array] | None = None
@@ -163,7 +164,7 @@ class Node:
         where = self.stages[stage]
         step = getattr(where, part)[phase].step
         out = step(self.state, inbox, self._context(where.name, round, part, phase))
-        rows = self.gate.check(where, round, out.send)
+        rows = tell_apart(self.releases, where.name, part, out.send, self.gate.check(where, round, out.send))
         if self.plan.config.evaluation.audit and self.data is not None:
             for payload in out.send.values():
                 self.uploaded |= {key: np.array(v) for key, v in payload.items() if v.shape[:1] == (self.data.n_items,)}

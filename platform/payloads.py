@@ -38,6 +38,7 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     bytes: int
+    copy: int = 0  # under a key that leaves perturbed: which of its sender's different arrays of the phase this is
 
 
 def direction(sender: str, receiver: str) -> Direction:

@@ -17,6 +17,7 @@ from crossfed.platform.checkpoint import Checkpoints
 from crossfed.platform.config import RunConfig
 from crossfed.platform.nodes import Measured, Nodes, Plan
 from crossfed.platform.payloads import Entry, ShapeWatch, check_declarations
+from crossfed.platform.privacy import RECORD, Accountant, check_releases, mend, messages_of, read_lines
 from crossfed.platform.seam import SERVER, CrossfedError, Direction, Method, MethodConfig, Phase, Stage
 
 FEDERATION = "federation"
@@ -29,7 +30,8 @@ class Round:
 
     Attributes:
         stage, round, rounds: where the run is. step: rounds finished since the run began.
-        metrics: `train/<node>/<name>`, `val/<domain>/<metric>`, `val/mean/<metric>`.
+        metrics: `train/<node>/<name>`, `val/<domain>/<metric>`, `val/mean/<metric>`; for methods that perturb what they send
+            also `privacy/<domain>/epsilon_<counting>` and `privacy/max/epsilon_<counting>`: the totals so far.
         best: mean over domains of the selecting validation metric at the best rounds of this stage so far; None before
             the first evaluation.
         bytes_up, bytes_down: sent and received by domains in this round; messages between domains count as both.
@@ -75,6 +77,7 @@ class Progress:
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Progress:
+    budget_stops: dict[str, int] = field(default_factory=dict)
         """From the JSON of a commit."""
         return cls(**{**raw, "best": {name: Best(**best) for name, best in raw["best"].items()}})
 
@@ -84,7 +87,7 @@ def check_method(method: Method, config: MethodConfig) -> tuple[Stage, ...]:
 
     Raises:
         CrossfedError: a stage name occurs twice, a phase runs at a server that the method lacks, edges name a server that
-            is not there, or a payload dimension is unknown.
+            is not there, a payload dimension is unknown, or a release speaks of what is not sent.
     """
     stages = method.stages(config)
     check_declarations(method, config)
@@ -100,6 +103,7 @@ def check_method(method: Method, config: MethodConfig) -> tuple[Stage, ...]:
     return stages
 
 
+    check_releases(method, config, stages)
 class _Log:
     """An append-only file of JSON lines that goes back to its last committed length."""
 
@@ -152,6 +156,10 @@ class Rounds:
 
     # -- where the run is ----------------------------------------------------------------------------------------
 
+        mend(plan.run_dir / RECORD)
+        self.record = _Log(plan.run_dir / RECORD)  # never cut back: what left has left
+        releases = self.config.resolved.releases(self.config.method_config())
+        self.accountant = Accountant(self.config.privacy, releases, read_lines(plan.run_dir / RECORD))
     def restore(self) -> bool:
         """Go to the last committed round (or the beginning); True when there was one."""
         found = self.checkpoints.latest()
@@ -176,11 +184,11 @@ class Rounds:
         """Run from where `progress` stands to the end of the last stage."""
         for index in range(self.progress.stage, len(self.stages)):
             stage, progress = self.stages[index], self.progress
-            if stage.rounds:
+            if stage.rounds and (progress.opened or self._affordable(stage)):
                 if not progress.opened:
                     self._phases(index, "open", stage.open, 0)
                     progress.opened = True
-                while progress.round < stage.rounds and self._active(stage):
+                while progress.round < stage.rounds and self._active(stage) and self._affordable(stage):
                     self._round(index, stage)
                     if progress.round % self.config.checkpoint_every == 0:
                         self.commit()
@@ -205,8 +213,8 @@ class Rounds:
         active = self._active(stage)
         progress.round += 1
         progress.step += 1
-        metrics = self._phases(index, "each", stage.each, progress.round)
-        last = progress.round == stage.rounds
+        metrics = self._phases(index, "each", stage.each, progress.round) | self.accountant.metrics()
+        last = progress.round == stage.rounds or not self._affordable(stage)
         if stage.evaluate and (progress.round % self.config.evaluation.every == 0 or last):
             metrics |= self._evaluate(stage, active)
         up, down = self._write_ledger()
@@ -228,12 +236,16 @@ class Rounds:
             domains = list(self.plan.domains) if part == "close" else self._active(self.stages[index])
             where = [SERVER] if phase.at == "server" else domains
             inboxes = {name: self.mail.pop(name, {}) for name in where}
-            for sender, sent in self.nodes.run_phase(index, part, number, round, inboxes).items():
+            done = self.nodes.run_phase(index, part, number, round, inboxes)
+            for sent in done.values():
                 self.watch.check(sent.rows)
                 self.rows += sent.rows
                 for receiver, handle in sent.send.items():
                     if sender in self.mail.setdefault(receiver, {}):
                         raise CrossfedError(f"{sender} wrote to {receiver} twice before {receiver} read its inbox.")
+            rows = {name: sent.rows for name, sent in done.items()}
+            self._account(self.stages[index].name, part, number, round, rows)
+            for sender, sent in done.items():
                     self.mail[receiver][sender] = handle
                 metrics |= {f"train/{sender}/{name}": value for name, value in sent.metrics.items()}
         return metrics
@@ -242,6 +254,45 @@ class Rounds:
         up = sum(row.bytes for row in self.rows if row.direction != Direction.DOWN)
         down = sum(row.bytes for row in self.rows if row.direction != Direction.UP)
         if self.rows:
+    # -- privacy -------------------------------------------------------------------------------------------------
+
+    def expect(self) -> list[str]:
+        """What the run's perturbed messages will cost, in words; before any node is started.
+
+        Raises:
+            CrossfedError: the budget does not let the first round start.
+        """
+        if self.checkpoints.latest() is None:
+            return self.accountant.expectation(self.stages, self.plan.domains)
+        return [f"{name}: ε = {epsilon:g} so far" for name, epsilon in self.accountant.metrics().items()]
+
+    def _affordable(self, stage: Stage) -> bool:
+        """Whether the budget lets the next round of a stage start; the stage that it ends is noted.
+
+        Raises:
+            CrossfedError: the run has nothing to keep yet.
+        """
+        parts = {"open": 0 if self.progress.opened else 1, "each": 1, "close": 1}
+        over = self.accountant.over(self.accountant.planned(stage.name, parts, self._active(stage)))
+        if over is None:
+            return True
+        if not self.progress.step:
+            raise self.accountant.refused(stage.name, over)
+        self.progress.budget_stops[stage.name] = self.progress.round
+        return False
+
+    def _account(self, stage: str, part: str, phase: int, round: int, rows: Mapping[str, Sequence[Entry]]) -> None:
+        """Record what leaves under noise in this phase. Nothing of it has been delivered yet."""
+        lines = self.accountant.lines(stage, part, phase, round, rows)
+        if (over := self.accountant.over(messages_of(lines))) is not None:
+            raise CrossfedError(
+                f"{over[0]} sent more differently perturbed messages in stage {stage!r} than in the rounds before and would "
+                f"pass privacy.budget with ε = {over[1]:g}; they were not delivered. The last committed round stays."
+            )
+        if lines:
+            self.record.append(lines)
+            self.accountant.add(lines)
+
             self.ledger.append([asdict(row) for row in self.rows])
         self.rows = []
         return up, down

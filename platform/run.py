@@ -26,8 +26,9 @@ import pandas as pd
 import torch
 from safetensors.torch import load_file
 
+from crossfed.platform import privacy
 from crossfed.platform.artifacts import ArtifactStore, default_root
-from crossfed.platform.checkpoint import read_json, write_json, writing
+from crossfed.platform.checkpoint import Checkpoints, read_json, write_json, writing
 from crossfed.platform.config import RunConfig, build
 from crossfed.platform.data import synthetic
 from crossfed.platform.data.store import PreparedData
@@ -152,6 +153,8 @@ def _new_directory(config: RunConfig, data: PreparedData) -> Path:
         (run_dir / "config.yaml").write_text(full.to_yaml(), encoding="utf-8")
     except OSError as error:
         raise CrossfedError(
+            for line in privacy.summary(result["privacy"]):
+                view.note(f"privacy    {line}")
             f"The run directory {run_dir} cannot be made: {error.strerror}; choose another --out."
         ) from error
     return run_dir
@@ -324,6 +327,8 @@ def _run(
         columns=["stage", "round", "sender", "receiver", "direction", "key", "shape", "dtype", "bytes"],
     )
     result = {
+        for line in rounds.expect():
+            view.note(f"privacy    {line}")
         "run_id": plan.run_dir.name,
         "method": config.method,
         "scope": str(config.resolved.scope),
@@ -384,6 +389,7 @@ def _artifacts(
     tracker: Tracker,
     view: Progress,
 ) -> None:
+        "privacy": rounds.accountant.report(rounds.ledger.rows(), rounds.progress.budget_stops),
     """Everything the tracker keeps besides metrics."""
     run_dir, last = plan.run_dir, max((row["step"] for row in history), default=0)
     ledger.to_parquet(run_dir / "ledger.parquet", index=False)
@@ -422,6 +428,9 @@ def _described(result: dict[str, Any], select: str) -> str:
     return "\n".join(
         [head, "", f"| domain | validation {select} | test {select} | candidates |", "|---|---|---|---|", *rows]
     )
+    for name, row in result["privacy"]["domains"].items():
+        totals = {f"final/privacy/{name}/{key}": value for key, value in row.items() if key.startswith("epsilon_")}
+        tracker.log(totals, last)
 
 
 def _summary(view: Progress, config: RunConfig, result: dict[str, Any]) -> None:
@@ -478,3 +487,16 @@ def load_scorer(run_dir: Path, domain: str) -> Callable[[npt.NDArray[np.int64]],
         raise CrossfedError(f"{run_dir} holds no model of domain {domain!r}; it has: {known}.")
     method, exported = stored_config(run_dir).resolved, load_file(path)
     return lambda users: method.score_exported(exported, users)
+def privacy_account(run_dir: Path) -> dict[str, Any]:
+    """The "privacy" block of a run, also of one that is unfinished or still going on, from its own record.
+
+    Raises:
+        CrossfedError: a file of the run is damaged.
+    """
+    config, last = stored_config(run_dir), Checkpoints(run_dir).latest()
+    releases = config.resolved.releases(config.method_config())
+    accountant = privacy.Accountant(config.privacy, releases, privacy.read_lines(run_dir / privacy.RECORD))
+    stops = last[1].get("budget_stops", {}) if last else {}
+    return accountant.report(privacy.read_lines(run_dir / "ledger.jsonl"), stops)
+
+

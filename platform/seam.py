@@ -98,6 +98,8 @@ class Release:
         scale: Laplace's b or the Gaussian's σ, as it is really added.
         per_round_epsilon: ε that the paper counts for the whole message (ε₀), whether or not it holds.
         count: releases per message, e.g. 2K for K user and K item prototypes.
+        at: whose messages these are, as for a `Phase`. What a server sends on of what came perturbed costs nothing more and
+            is no release.
         parts: where in the stage it leaves: in every round ("each"), before the first ("open"), after the last ("close").
     """
 
@@ -109,6 +111,7 @@ class Release:
     scale: float
     per_round_epsilon: float
     count: int = 1
+    at: Literal["domains", "server"] = "domains"
     parts: tuple[Literal["open", "each", "close"], ...] = ("each",)
 
     @property

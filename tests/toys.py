@@ -6,6 +6,7 @@ Every domain's state is one vector. Its start is the domain's mean item number, 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from crossfed.platform.seam import (
     MethodConfig,
     Out,
     Phase,
+    Release,
     Stage,
 )
 
@@ -31,6 +33,9 @@ class Config(MethodConfig):
     step: float = 0.5
     patience: int | None = None
     marker: str = ""
+    noise: float = 0.5
+    count: int = 2
+    apart: bool = False
 
 
 class Toy:
@@ -144,6 +149,42 @@ GOSSIP = _method(
 )
 
 
+def whisper(state: Toy, inbox: Mapping, ctx: Context) -> Out:
+    """Gossip under Laplace noise; to every peer the same message, or (`apart`) each its own."""
+    gossip(state, inbox, ctx)
+
+    def perturbed() -> np.ndarray:
+        return (state.x + ctx.noise_rng.laplace(0.0, state.config.noise, state.x.shape)).astype(np.float32)
+
+    same = perturbed()
+    told = {name: {"x": perturbed() if state.config.apart else same} for name in ctx.peers}
+    return Out(told, {"x": float(state.x[0])})
+
+
+def _whisper_or_die(state: Toy, inbox: Mapping, ctx: Context) -> Out:
+    _die_once(state, ctx)
+    return whisper(state, inbox, ctx)
+
+
+def _whispers(name: str, step: Any) -> Method:
+    """Each message holds `count` releases of ε = 1 / noise; "the paper" counts 1 / noise for the whole message."""
+    method = _method(
+        name,
+        lambda c: (
+            Stage("talk", c.rounds, (Phase(step),), edges=frozenset({Direction.PEER}), keep_best=False),
+            Stage("still", 1, (Phase(lambda state, inbox, ctx: Out(metrics={"x": float(state.x[0])})),)),
+        ),
+        (X_PEER,),
+        server=False,
+    )
+    return replace(
+        method,
+        releases=lambda c: (
+            Release("talk", ("x",), "laplace", "one interaction of a domain", 1.0, c.noise, 1 / c.noise, c.count),
+        ),
+    )
+
+
 # -- leaks ---------------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +254,7 @@ WRITES_INBOX = _method(
 )
 
 
-def _exit_once(state: Toy, inbox: Mapping, ctx: Context) -> Out:
+def _die_once(state: Toy, ctx: Context) -> None:
     """Die once, in the third round of one domain: the marker file remembers that it has happened."""
     import os
     from pathlib import Path
@@ -222,6 +263,10 @@ def _exit_once(state: Toy, inbox: Mapping, ctx: Context) -> Out:
     if ctx.round == 3 and ctx.peers and ctx.node < min(ctx.peers) and not marker.exists():
         marker.touch()
         os._exit(1)
+
+
+def _exit_once(state: Toy, inbox: Mapping, ctx: Context) -> Out:
+    _die_once(state, ctx)
     return upload(state, inbox, ctx)
 
 
@@ -230,3 +275,5 @@ DIES_ONCE = _method(
     lambda c: (Stage("mean", c.rounds, (Phase(_exit_once), Phase(average, "server"), Phase(adopt)), edges=STAR),),
     (X_UP, X_DOWN),
 )
+WHISPER = _whispers("whisper", whisper)
+WHISPER_DIES = _whispers("whisper_dies", _whisper_or_die)

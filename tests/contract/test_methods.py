@@ -31,7 +31,7 @@ SMALL: dict[str, tuple[str, ...]] = {
 def small(name: str, shops: Path, out: Path, *sets: str, backend: str = "inprocess") -> RunConfig:
     return build(
         name,
-        sets=[*SMALL.get(name, ()), "text.encoder=hashing:32", *sets],
+        sets=[*SMALL.get(name, ()), "text.encoder=hashing:32", "privacy.noise_seed=0", *sets],
         values={"data": shops, "out": out, "backend": backend, "tracking.enabled": False},
     )
 
