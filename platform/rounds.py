@@ -74,10 +74,10 @@ class Progress:
     stopped: list[str] = field(default_factory=list)
     seconds: float = 0.0
     logs: dict[str, int] = field(default_factory=dict)
+    budget_stops: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Progress:
-    budget_stops: dict[str, int] = field(default_factory=dict)
         """From the JSON of a commit."""
         return cls(**{**raw, "best": {name: Best(**best) for name, best in raw["best"].items()}})
 
@@ -100,10 +100,10 @@ def check_method(method: Method, config: MethodConfig) -> tuple[Stage, ...]:
             raise CrossfedError(
                 f"{method.name}: stage {stage.name!r} uses a server, but the method has no init_server."
             )
+    check_releases(method, config, stages)
     return stages
 
 
-    check_releases(method, config, stages)
 class _Log:
     """An append-only file of JSON lines that goes back to its last committed length."""
 
@@ -153,13 +153,13 @@ class Rounds:
         self.mail: dict[str, dict[str, Any]] = {}
         self.rows: list[Entry] = []
         self.watch = ShapeWatch(self.config.resolved.fields)
-
-    # -- where the run is ----------------------------------------------------------------------------------------
-
         mend(plan.run_dir / RECORD)
         self.record = _Log(plan.run_dir / RECORD)  # never cut back: what left has left
         releases = self.config.resolved.releases(self.config.method_config())
         self.accountant = Accountant(self.config.privacy, releases, read_lines(plan.run_dir / RECORD))
+
+    # -- where the run is ----------------------------------------------------------------------------------------
+
     def restore(self) -> bool:
         """Go to the last committed round (or the beginning); True when there was one."""
         found = self.checkpoints.latest()
@@ -239,21 +239,17 @@ class Rounds:
             done = self.nodes.run_phase(index, part, number, round, inboxes)
             for sent in done.values():
                 self.watch.check(sent.rows)
+            rows = {name: sent.rows for name, sent in done.items()}
+            self._account(self.stages[index].name, part, number, round, rows)
+            for sender, sent in done.items():
                 self.rows += sent.rows
                 for receiver, handle in sent.send.items():
                     if sender in self.mail.setdefault(receiver, {}):
                         raise CrossfedError(f"{sender} wrote to {receiver} twice before {receiver} read its inbox.")
-            rows = {name: sent.rows for name, sent in done.items()}
-            self._account(self.stages[index].name, part, number, round, rows)
-            for sender, sent in done.items():
                     self.mail[receiver][sender] = handle
                 metrics |= {f"train/{sender}/{name}": value for name, value in sent.metrics.items()}
         return metrics
 
-    def _write_ledger(self) -> tuple[int, int]:
-        up = sum(row.bytes for row in self.rows if row.direction != Direction.DOWN)
-        down = sum(row.bytes for row in self.rows if row.direction != Direction.UP)
-        if self.rows:
     # -- privacy -------------------------------------------------------------------------------------------------
 
     def expect(self) -> list[str]:
@@ -293,6 +289,10 @@ class Rounds:
             self.record.append(lines)
             self.accountant.add(lines)
 
+    def _write_ledger(self) -> tuple[int, int]:
+        up = sum(row.bytes for row in self.rows if row.direction != Direction.DOWN)
+        down = sum(row.bytes for row in self.rows if row.direction != Direction.UP)
+        if self.rows:
             self.ledger.append([asdict(row) for row in self.rows])
         self.rows = []
         return up, down

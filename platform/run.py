@@ -138,6 +138,8 @@ def run_federation(
         tracker.finish("FINISHED")
         if shown:
             _summary(view, config, result)
+            for line in privacy.summary(result["privacy"]):
+                view.note(f"privacy    {line}")
         view.note(f"tracking   {tracker.status}" + (f": {tracker.url}" if tracker.url else ""))
     return RunResult(result["run_id"], run_dir, result)
 
@@ -153,8 +155,6 @@ def _new_directory(config: RunConfig, data: PreparedData) -> Path:
         (run_dir / "config.yaml").write_text(full.to_yaml(), encoding="utf-8")
     except OSError as error:
         raise CrossfedError(
-            for line in privacy.summary(result["privacy"]):
-                view.note(f"privacy    {line}")
             f"The run directory {run_dir} cannot be made: {error.strerror}; choose another --out."
         ) from error
     return run_dir
@@ -292,6 +292,8 @@ def _run(
 
     with _nodes(config) as nodes:
         rounds = Rounds(plan, nodes, told)
+        for line in rounds.expect():
+            view.note(f"privacy    {line}")
         nodes.preflight(plan)
         before = time.perf_counter()
         artifacts = make_artifacts(config, view) if artifacts is None else artifacts
@@ -327,8 +329,6 @@ def _run(
         columns=["stage", "round", "sender", "receiver", "direction", "key", "shape", "dtype", "bytes"],
     )
     result = {
-        for line in rounds.expect():
-            view.note(f"privacy    {line}")
         "run_id": plan.run_dir.name,
         "method": config.method,
         "scope": str(config.resolved.scope),
@@ -354,6 +354,7 @@ def _run(
             for name in plan.domains
         },
         "bytes": _bytes(ledger, plan.domains),
+        "privacy": rounds.accountant.report(rounds.ledger.rows(), rounds.progress.budget_stops),
         "seconds": {
             "total": ended - began,
             "encode": encode,
@@ -389,10 +390,12 @@ def _artifacts(
     tracker: Tracker,
     view: Progress,
 ) -> None:
-        "privacy": rounds.accountant.report(rounds.ledger.rows(), rounds.progress.budget_stops),
     """Everything the tracker keeps besides metrics."""
     run_dir, last = plan.run_dir, max((row["step"] for row in history), default=0)
     ledger.to_parquet(run_dir / "ledger.parquet", index=False)
+    for name, row in result["privacy"]["domains"].items():
+        totals = {f"final/privacy/{name}/{key}": value for key, value in row.items() if key.startswith("epsilon_")}
+        tracker.log(totals, last)
     for name, row in result["domains"].items():
         tracker.log({f"final/audit/{name}/{key}": value for key, value in row.get("audit", {}).items()}, last)
         tracker.log(
@@ -428,9 +431,6 @@ def _described(result: dict[str, Any], select: str) -> str:
     return "\n".join(
         [head, "", f"| domain | validation {select} | test {select} | candidates |", "|---|---|---|---|", *rows]
     )
-    for name, row in result["privacy"]["domains"].items():
-        totals = {f"final/privacy/{name}/{key}": value for key, value in row.items() if key.startswith("epsilon_")}
-        tracker.log(totals, last)
 
 
 def _summary(view: Progress, config: RunConfig, result: dict[str, Any]) -> None:
@@ -475,18 +475,6 @@ def stored_config(run_dir: Path) -> RunConfig:
     return build(str(run_dir / "config.yaml"))
 
 
-def load_scorer(run_dir: Path, domain: str) -> Callable[[npt.NDArray[np.int64]], torch.Tensor]:
-    """The finished model of one domain: users (row numbers, int64 [b]) -> scores [b, n_items], seen items not masked.
-
-    Raises:
-        CrossfedError: the run has not finished or has no such domain.
-    """
-    path = run_dir / "model" / f"{domain}.safetensors"
-    if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.safetensors"))) or "none yet"
-        raise CrossfedError(f"{run_dir} holds no model of domain {domain!r}; it has: {known}.")
-    method, exported = stored_config(run_dir).resolved, load_file(path)
-    return lambda users: method.score_exported(exported, users)
 def privacy_account(run_dir: Path) -> dict[str, Any]:
     """The "privacy" block of a run, also of one that is unfinished or still going on, from its own record.
 
@@ -500,3 +488,15 @@ def privacy_account(run_dir: Path) -> dict[str, Any]:
     return accountant.report(privacy.read_lines(run_dir / "ledger.jsonl"), stops)
 
 
+def load_scorer(run_dir: Path, domain: str) -> Callable[[npt.NDArray[np.int64]], torch.Tensor]:
+    """The finished model of one domain: users (row numbers, int64 [b]) -> scores [b, n_items], seen items not masked.
+
+    Raises:
+        CrossfedError: the run has not finished or has no such domain.
+    """
+    path = run_dir / "model" / f"{domain}.safetensors"
+    if not path.is_file():
+        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.safetensors"))) or "none yet"
+        raise CrossfedError(f"{run_dir} holds no model of domain {domain!r}; it has: {known}.")
+    method, exported = stored_config(run_dir).resolved, load_file(path)
+    return lambda users: method.score_exported(exported, users)
