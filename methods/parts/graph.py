@@ -1,12 +1,14 @@
 """Graph propagation: normalised adjacencies as sparse CSR matrices, and products that use their symmetry.
 
 Every matrix here is symmetric, so the gradient of `adj @ x` is `adj @ grad`: no transpose is ever built, and a whole
-propagation is its own backward pass. Adjacencies are constants; no gradient flows to them.
+propagation is its own backward pass. Adjacencies are constants to which no gradient flows, but for `weighted_product`,
+whose edge weights are learned.
 """
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -92,6 +94,119 @@ def propagate(adj: torch.Tensor, x: torch.Tensor, layers: int) -> torch.Tensor:
     if layers < 0:
         raise ValueError(f"layers must not be negative, got {layers}")
     return cast(torch.Tensor, _Propagation.apply(adj, x, layers))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Where an undirected graph's weights stand in its CSR matrix.
+
+    Attributes:
+        n: nodes. pointer: int32 [n + 1]. rows, cols: int32 [2m], both directions of every edge, by row.
+        edge: int64 [2m], the number of the edge that an entry belongs to.
+    """
+
+    n: int
+    pointer: torch.Tensor
+    rows: torch.Tensor
+    cols: torch.Tensor
+    edge: torch.Tensor
+
+    def matrix(self, values: torch.Tensor) -> torch.Tensor:
+        """CSR [n, n] with these entries, [2m]."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
+            return torch.sparse_csr_tensor(self.pointer, self.cols, values, (self.n, self.n), check_invariants=False)
+
+
+def bipartite_pattern(n_users: int, n_items: int, users: torch.Tensor, items: torch.Tensor) -> Pattern:
+    """The pattern of a user-item graph, users first.
+
+    Args:
+        users, items: int64 [m], the edges, no pair twice, in range (not checked: this runs once per batch).
+    """
+    n, m = n_users + n_items, len(users)
+    rows, cols = torch.cat([users, items + n_users]), torch.cat([items + n_users, users])
+    order = torch.argsort(rows * n + cols)
+    pointer = torch.zeros(n + 1, dtype=torch.int32, device=users.device)
+    torch.cumsum(torch.bincount(rows, minlength=n), 0, dtype=torch.int32, out=pointer[1:])
+    return Pattern(n, pointer, rows[order].int(), cols[order].int(), order % max(m, 1))
+
+
+def normalised_weights(pattern: Pattern, weights: torch.Tensor, floor: float = 1e-3) -> torch.Tensor:
+    """(D + floor)^-1/2 W (D + floor)^-1/2 of an undirected weighted graph, with gradient, that of the degrees D included.
+
+    Args:
+        weights: float32 [m], one per edge, non-negative.
+        floor: added to the degrees. A node whose edges have nearly no weight is left nearly without neighbours, instead
+            of having its weights blown up to a sum of 1 and their gradients to infinity.
+
+    Returns:
+        The entries of the CSR matrix, [2m].
+    """
+    entries = weights[pattern.edge]
+    degree = torch.zeros(pattern.n, dtype=weights.dtype, device=weights.device).index_add(0, pattern.rows, entries)
+    root = (degree + floor).rsqrt()
+    return entries * root.index_select(0, pattern.rows) * root.index_select(0, pattern.cols)
+
+
+def weighted_product(pattern: Pattern, values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`A @ x` for the symmetric matrix A with these entries; gradients reach the entries and x.
+
+    Args:
+        values: [2m], both entries of an edge equal. x: [n, d].
+
+    Returns:
+        [n, d].
+    """
+    return cast(torch.Tensor, _WeightedProduct.apply(pattern, values, x))  # type: ignore[no-untyped-call]
+
+
+def edge_products(pattern: Pattern, x: torch.Tensor) -> torch.Tensor:
+    """x_u · x_v of every edge, with gradient to x; nothing is computed for other pairs. [n, d] -> [m]."""
+    return cast(torch.Tensor, _EdgeProducts.apply(pattern, x))  # type: ignore[no-untyped-call]
+
+
+def _at_entries(pattern: Pattern, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a_i · b_j at the entries (i, j) of the pattern. [n, d] twice -> [2m]."""
+    zeros = torch.zeros(len(pattern.cols), dtype=a.dtype, device=a.device)
+    return torch.sparse.sampled_addmm(pattern.matrix(zeros), a, b.T, beta=0.0).values()
+
+
+class _EdgeProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pattern: Pattern, x: torch.Tensor) -> torch.Tensor:
+        ctx.pattern = pattern
+        ctx.save_for_backward(x)
+        once = pattern.rows < pattern.cols
+        products = x.new_empty(len(pattern.cols) // 2)
+        products[pattern.edge[once]] = _at_entries(pattern, x.contiguous(), x)[once]
+        return products
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        (x,) = ctx.saved_tensors
+        return None, ctx.pattern.matrix(grad[ctx.pattern.edge]) @ x
+
+
+class _WeightedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pattern: Pattern, values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.pattern = pattern
+        ctx.save_for_backward(values, x)
+        return pattern.matrix(values) @ x
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
+        values, x = ctx.saved_tensors
+        grad = grad.contiguous()
+        to_values = to_x = None
+        if ctx.needs_input_grad[1]:
+            to_values = _at_entries(ctx.pattern, grad, x)
+        if ctx.needs_input_grad[2]:
+            to_x = ctx.pattern.matrix(values) @ grad
+        return None, to_values, to_x
 
 
 class _SymmetricProduct(torch.autograd.Function):

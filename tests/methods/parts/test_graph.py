@@ -6,7 +6,17 @@ import torch
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import LGConv
 
-from crossfed.methods.parts.graph import bipartite_adjacency, propagate, spmm, symmetric_adjacency
+from crossfed.methods.parts.graph import (
+    Pattern,
+    bipartite_adjacency,
+    bipartite_pattern,
+    edge_products,
+    normalised_weights,
+    propagate,
+    spmm,
+    symmetric_adjacency,
+    weighted_product,
+)
 
 
 @pytest.fixture
@@ -134,3 +144,78 @@ def test_propagate_leaves_its_input_alone(pairs):
 def test_propagate_refuses_negative_layers(pairs):
     with pytest.raises(ValueError, match="must not be negative"):
         propagate(bipartite_adjacency(30, 20, *pairs), torch.ones(50, 1), -1)
+
+
+# --- Learned edge weights ---
+
+
+def weighted_graph() -> tuple[Pattern, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Edges out of order over 5 users and 4 items, weights, and the dense symmetric matrix they make."""
+    users, items = torch.tensor([3, 0, 0, 4, 1, 3]), torch.tensor([2, 1, 0, 2, 3, 0])  # user 2 has no edge
+    weights = torch.tensor([0.5, 0.1, 0.9, 0.3, 0.7, 0.2])
+    return bipartite_pattern(5, 4, users, items), weights, users, items
+
+
+def dense_of(weights: torch.Tensor, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+    r = torch.zeros(5, 4, dtype=weights.dtype).index_put((users, items), weights)
+    top, bottom = torch.zeros(5, 5, dtype=weights.dtype), torch.zeros(4, 4, dtype=weights.dtype)
+    return torch.cat([torch.cat([top, r], 1), torch.cat([r.T, bottom], 1)])
+
+
+def test_a_pattern_places_the_weights():
+    pattern, weights, users, items = weighted_graph()
+    torch.testing.assert_close(pattern.matrix(weights[pattern.edge]).to_dense(), dense_of(weights, users, items))
+
+
+def test_normalised_weights_against_dense():
+    pattern, weights, users, items = weighted_graph()
+    dense = dense_of(weights, users, items)
+    root = torch.diag((dense.sum(1) + 0.05).rsqrt())
+    values = normalised_weights(pattern, weights, floor=0.05)
+    torch.testing.assert_close(pattern.matrix(values).to_dense(), root @ dense @ root)
+
+
+def test_the_gradients_of_learned_weights_are_those_of_dense_autograd():
+    """Product and normalisation, to weights and vectors, through two steps."""
+    pattern, weights, users, items = weighted_graph()
+    x, probe = torch.randn(9, 3), torch.randn(9, 3)
+    results = []
+    for fast in (True, False):
+        w, v = weights.clone().requires_grad_(), x.clone().requires_grad_()
+        if fast:
+            values = normalised_weights(pattern, w)
+            out = weighted_product(pattern, values, weighted_product(pattern, values, v))
+        else:
+            dense = dense_of(w, users, items)
+            root = torch.diag((dense.sum(1) + 1e-3).rsqrt())
+            adj = root @ dense @ root
+            out = adj @ (adj @ v)
+        results.append((out, *torch.autograd.grad((out * probe).sum(), [w, v])))
+    for fast, slow in zip(*results, strict=True):
+        torch.testing.assert_close(fast, slow)
+
+
+def test_weights_of_nothing_stay_finite():
+    """A node all of whose edges weigh nothing: no division by zero, in the gradient neither."""
+    pattern, weights, _, _ = weighted_graph()
+    w = torch.zeros_like(weights).requires_grad_()
+    values = normalised_weights(pattern, w)
+    (grad,) = torch.autograd.grad(values.sum(), [w])
+    assert values.abs().max() == 0 and grad.isfinite().all()
+
+
+def test_edge_products_against_dense():
+    pattern, _, users, items = weighted_graph()
+    x, probe = torch.randn(9, 3, requires_grad=True), torch.randn(6)
+    fast, slow = edge_products(pattern, x), (x[users] * x[items + 5]).sum(1)
+    torch.testing.assert_close(fast, slow)
+    for a, b in zip(*(torch.autograd.grad((out * probe).sum(), [x]) for out in (fast, slow)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_pattern_without_edges():
+    none = torch.zeros(0, dtype=torch.int64)
+    pattern = bipartite_pattern(2, 2, none, none)
+    values = normalised_weights(pattern, torch.zeros(0))
+    assert torch.equal(weighted_product(pattern, values, torch.ones(4, 3)), torch.zeros(4, 3))
+    assert edge_products(pattern, torch.ones(4, 3)).shape == (0,)
