@@ -15,6 +15,7 @@ trials are kept apart from them.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -234,10 +235,10 @@ def short(text: str, most: int) -> str:
 
 
 def wrapped(label: str, width: int = 16) -> str:
-    """A long name broken at its underscores."""
+    """A long name on several lines, broken after underscores and spaces."""
     lines = [""]
-    for part in label.replace("_", "_\0").split("\0"):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
+    for part in re.split(r"(?<=[_ ])", label):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
             lines.append("")
         lines[-1] += short(part, 24)
     return "\n".join(lines)

@@ -26,7 +26,7 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, ScalarFormatter
 
 from crossfed.platform.progress import size
 from crossfed.platform.report.figures import COLOURS, GREY, MARKERS, panels, pretty, save
@@ -144,7 +144,8 @@ class Scale:
             one.set_ticks([place for place, _ in ticks], [short(name, 16) for _, name in ticks])
         else:
             one.set_major_locator(MaxNLocator(nbins=6))
-            one.set_major_formatter(FuncFormatter(lambda value, _: self.text(float(f"{value:.6g}"))))
+            plain = ScalarFormatter(useOffset=False)
+            one.set_major_formatter(FuncFormatter(lambda value, _: size(value)) if self.text is size else plain)
         if side == "x" and self.category and sum(len(short(name, 16)) for name in self.names) > 45:
             axis.tick_params(axis="x", rotation=25)
         for place in self.infinite:
