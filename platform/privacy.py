@@ -390,6 +390,8 @@ class Accountant:
         only = {release: messages}
         return {
             **asdict(release),
+            "keys": list(release.keys),
+            "parts": list(release.parts),
             "norm": release.norm,
             "epsilon": release.epsilon if release.mechanism == "laplace" else None,
             "messages": messages,
