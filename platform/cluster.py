@@ -128,9 +128,26 @@ def preflight(wanted: dict[str, Share], alive: Sequence[dict[str, Any]]) -> None
                     f"{name} asks for {value:g} {word} on one machine, but the largest has {largest:g}; "
                     f"lower resources.{word.lower()}_per_domain."
                 )
+    free = [[1.0] * int(machine.get("GPU", 0.0)) for machine in machines]
+    for name, share in sorted(wanted.items(), key=lambda row: -row[1].gpus):
+        if 0 < share.gpus < 1 and not _take(free, share.gpus):
+            raise CrossfedError(
+                f"No GPU is left for {name}: a share of {share.gpus:g} fits {int(1 / share.gpus + 1e-9)} times on one GPU and "
+                f"never across two, and the cluster has {sum(map(len, free))}; lower resources.gpus_per_domain or add machines."
+            )
     for name, share in wanted.items():
         if share.gpus > 1 and share.gpus != int(share.gpus):
             raise CrossfedError(f"{name} asks for {share.gpus:g} GPUs; Ray gives a fraction below 1 or a whole number.")
+
+
+def _take(free: list[list[float]], share: float) -> bool:
+    """Put a fraction of a GPU on the first one with room, in `free` [machine][GPU]; False where there is none."""
+    for machine in free:
+        for gpu, room in enumerate(machine):
+            if share <= room + 1e-6:
+                machine[gpu] -= share
+                return True
+    return False
 
 
 def reserve(wanted: dict[str, Share], strategy: str, timeout: float) -> PlacementGroup:

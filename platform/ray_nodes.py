@@ -5,6 +5,7 @@ Payloads travel from actor to actor by object reference; this process holds the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -22,6 +23,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from crossfed.platform import cluster
 from crossfed.platform.nodes import Artifacts, Node, NodeLost, Plan, Sent
 from crossfed.platform.seam import SERVER, CrossfedError, Payload
+
+_KEPT: dict[tuple[Any, ...], dict[str, Any]] = {}
+"""Emptied node processes of this trial, by placement."""
 
 Ref = Any
 """An object reference; Ray's own annotation has no useful type argument for a payload."""
@@ -44,16 +48,19 @@ def _put(send: Mapping[str, Payload]) -> dict[str, Ref]:
 class NodeActor:
     """A `Node` in its own process."""
 
-    def __init__(self, plan: Plan, name: str):
-        self.plan, self.name = plan, name
+    node: Node
 
-    def build(self) -> None:
+    def build(self, plan: Plan, name: str) -> None:
         """Make the node. Not done in `__init__`, where an error would look like a dead actor."""
-        if self.name == SERVER:
+        if name == SERVER:
             device, self.gpus = torch.device("cpu"), list[str]()
         else:
-            device, self.gpus = cluster.assigned_device(self.plan.config.resources, self.name)
-        self.node = Node(self.plan, self.name, device)
+            device, self.gpus = cluster.assigned_device(plan.config.resources, name)
+        self.node = Node(plan, name, device)
+
+    def clear(self) -> None:
+        """Drop the node, and with it all data and state of its run."""
+        del self.node
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.node, method)(*args)
@@ -80,7 +87,10 @@ class NodeActor:
 
 
 class RayNodes:
-    """All nodes of a run as actors in one placement group.
+    """All nodes of a run as actors in one placement group, one bundle each.
+
+    Inside a Tune trial that is the trial's own group. There the processes outlive a run: what they held is dropped, and
+    the trial's next run builds its nodes in them, because starting processes costs more than a short run.
 
     Args:
         terminate: what SIGTERM shall do in this process; installed anew once Ray is up, which replaces it by a crash report.
@@ -93,6 +103,8 @@ class RayNodes:
         self.shares: dict[str, cluster.Share] = {}
         self.started = False
         self.timeout: float | None = None
+        self.inherited = ray.is_initialized() and ray.util.get_current_placement_group() is not None
+        self.sound = True
 
     def preflight(self, plan: Plan) -> None:
         resources = plan.config.resources
@@ -106,22 +118,40 @@ class RayNodes:
     def start(self, plan: Plan, artifacts: Artifacts) -> None:
         self.preflight(plan)  # machines may have come or gone since the last start
         resources = plan.config.resources
-        self.group = cluster.reserve(self.shares, resources.placement, resources.start_timeout)
+        if self.inherited:
+            self.group = ray.util.get_current_placement_group()
+        else:
+            self.group = cluster.reserve(self.shares, resources.placement, resources.start_timeout)
+        self.actors = _KEPT.pop(self._place(), {})
         actor = ray.remote(NodeActor)
         for index, (name, share) in enumerate(self.shares.items()):
-            self.actors[name] = actor.options(
-                num_cpus=share.cpus,
-                num_gpus=share.gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=index),
-                max_restarts=0,  # a restart would lose the state silently; the run goes back to the last committed round
-            ).remote(plan, name)
+            if name not in self.actors:
+                self.actors[name] = actor.options(
+                    num_cpus=share.cpus,
+                    num_gpus=share.gpus,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        self.group, placement_group_bundle_index=index
+                    ),
+                    max_restarts=0,  # a restart would lose the state silently; the run goes back to its last commit
+                ).remote()
         self.timeout = resources.start_timeout
-        self._gather({name: actor.build.remote() for name, actor in self.actors.items()})
+        self._gather({name: actor.build.remote(plan, name) for name, actor in self.actors.items()})
         self.timeout = None
         sizes = self.each("prepare", {name: (ray.put(dict(artifacts.get(name, {}))),) for name in self.actors})
         self.each("connect", dict.fromkeys(self.actors, (sizes,)))
 
+    def _place(self) -> tuple[Any, ...]:
+        """What a kept process must agree in: the group, and every node's name and share."""
+        return (self.group.id if self.group else None, tuple(self.shares.items()))
+
     def _gather(self, refs: Mapping[str, Ref]) -> dict[str, Any]:
+        """Results by node."""
+        self.sound = False
+        done = self._collect(refs)
+        self.sound = True
+        return done
+
+    def _collect(self, refs: Mapping[str, Ref]) -> dict[str, Any]:
         """Results by node.
 
         Raises:
@@ -178,13 +208,22 @@ class RayNodes:
         for actor in self.actors.values():
             ray.kill(actor)
         self.actors = {}
-        if self.group is not None:
+        if self.group is not None and not self.inherited:
             remove_placement_group(self.group)
-            self.group = None
+        self.group = None
+
+    def _keep(self) -> None:
+        """Leave the processes, emptied, to the trial's next run."""
+        self._gather({name: actor.clear.remote() for name, actor in self.actors.items()})
+        _KEPT[self._place()] = self.actors
+        self.actors = {}
 
     def close(self) -> None:
         """End the nodes, and leave or end the cluster if this run joined or started it."""
         if ray.is_initialized():
+            if self.inherited and self.sound and self.actors:
+                with contextlib.suppress(NodeLost, CrossfedError):  # then they are stopped
+                    self._keep()
             self.stop()
             if self.started:
                 ray.shutdown()

@@ -33,7 +33,7 @@ class Round:
         metrics: `train/<node>/<name>`, `val/<domain>/<metric>`, `val/mean/<metric>`; for methods that perturb what they send
             also `privacy/<domain>/epsilon_<counting>` and `privacy/max/epsilon_<counting>`: the totals so far.
         best: mean over domains of the selecting validation metric at the best rounds of this stage so far; None before
-            the first evaluation.
+            the first evaluation. domains: the same metric of each domain at the round that would be selected now.
         bytes_up, bytes_down: sent and received by domains in this round; messages between domains count as both.
         seconds: wall-clock time.
     """
@@ -44,6 +44,7 @@ class Round:
     step: int
     metrics: dict[str, float]
     best: float | None
+    domains: dict[str, float]
     bytes_up: int
     bytes_down: int
     seconds: float
@@ -57,6 +58,8 @@ class Best:
     stage: str
     round: int
     stale: int = 0
+    values: dict[str, float] = field(default_factory=dict)
+    """The metric of each member domain at that round."""
 
 
 @dataclass(slots=True)
@@ -222,7 +225,8 @@ class Rounds:
         progress.seconds += seconds
         scopes = progress.best.values()
         best = sum(scope.value for scope in scopes) / len(scopes) if scopes else None
-        row = Round(stage.name, progress.round, stage.rounds, progress.step, metrics, best, up, down, seconds)
+        domains = {name: value for scope in scopes for name, value in scope.values.items()}
+        row = Round(stage.name, progress.round, stage.rounds, progress.step, metrics, best, domains, up, down, seconds)
         self.history.append([asdict(row)])
         self.told(row)
 
@@ -311,7 +315,8 @@ class Rounds:
         for scope, (value, members) in scopes.items():
             best = progress.best.get(scope)
             if best is None or value > best.value:
-                progress.best[scope] = Best(value, stage.name, progress.round)
+                held = {name: progress.latest[name] for name in members if name in progress.latest}
+                progress.best[scope] = Best(value, stage.name, progress.round, values=held)
                 if stage.keep_best:
                     self._call("keep", members)
             else:

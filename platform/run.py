@@ -37,12 +37,27 @@ from crossfed.platform.progress import Progress, SummaryRow, make_progress
 from crossfed.platform.report import figures
 from crossfed.platform.rounds import Round, Rounds
 from crossfed.platform.seam import CrossfedError, Direction, Scope
-from crossfed.platform.tracking import DatasetInput, Tracker
+from crossfed.platform.tracking import DatasetInput, Status, Tracker
 
 Finish = Callable[[Plan, Nodes], Mapping[str, Measured]]
 """What runs on the selected state before the nodes end: `evaluation.final.test_once` from the command line."""
 
 RESULT = "result.json"
+
+
+class Stopped(Exception):
+    """Raised by `on_round` to end a run on purpose, for instance by a tuner that stops a trial early.
+
+    Args:
+        reason: why, in words; recorded with the run.
+        status: how the tracker records the end.
+        outcome: the tag beside it, e.g. "pruned".
+    """
+
+    def __init__(self, reason: str, status: Status = "KILLED", outcome: str = "killed"):
+        super().__init__(reason)
+        self.status: Status = status
+        self.outcome = outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +105,7 @@ def run_federation(
     finish: Finish | None = None,
     started: Callable[[Path], None] | None = None,
     artifacts: Artifacts | None = None,
+    name: str | None = None,
 ) -> RunResult:
     """Run a federation from its configuration to its result.
 
@@ -101,16 +117,18 @@ def run_federation(
         finish: called once with the selected state while the nodes are alive; its result is stored as the test metrics.
         started: called with the run's directory as soon as it exists.
         artifacts: what `make_artifacts` gave for this configuration, made beforehand; made here by default.
+        name: the run's name, which is that of its directory in `config.out`; by default method, seed and time.
 
     Raises:
         CrossfedError: anything a user can mend, in one sentence. What was committed before stays and can be resumed.
+        Stopped: what `on_round` raised.
     """
     shown, view = view is not None, view or make_progress("quiet")
     method = config.resolved
     data = PreparedData.open(resolve_data(config))
     domains = chosen_domains(config, data)
     data.verify()
-    run_dir = resume or _new_directory(config, data)
+    run_dir = resume or _new_directory(config, data, name)
     if started:
         started(run_dir)
     plan = Plan(config, data.path.absolute(), domains, run_dir.absolute(), default_root().absolute())
@@ -130,10 +148,7 @@ def run_federation(
         try:
             result = _run(plan, data, tracker, view, on_round, finish, artifacts)
         except BaseException as error:
-            killed = isinstance(error, KeyboardInterrupt)
-            tracker.finish(
-                "KILLED" if killed else "FAILED", "interrupted" if killed else str(error) or type(error).__name__
-            )
+            tracker.finish(*_ended(error))
             raise
         tracker.finish("FINISHED")
         if shown:
@@ -144,10 +159,21 @@ def run_federation(
     return RunResult(result["run_id"], run_dir, result)
 
 
-def _new_directory(config: RunConfig, data: PreparedData) -> Path:
-    name = re.sub(r"[^A-Za-z0-9]+", "_", config.method)
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    run_dir = config.out / f"{name}-s{config.seed}-{stamp}-{secrets.token_hex(2)}"
+def _ended(error: BaseException) -> tuple[Status, str, str]:
+    """How the tracker records the end of a run that raised: status, reason, outcome."""
+    if isinstance(error, Stopped):
+        return error.status, str(error), error.outcome
+    if isinstance(error, KeyboardInterrupt):
+        return "KILLED", "interrupted", "killed"
+    return "FAILED", str(error) or type(error).__name__, "failed"
+
+
+def _new_directory(config: RunConfig, data: PreparedData, name: str | None) -> Path:
+    if name is None:
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        method = re.sub(r"[^A-Za-z0-9]+", "_", config.method)
+        name = f"{method}-s{config.seed}-{stamp}-{secrets.token_hex(2)}"
+    run_dir = config.out / name
     try:
         run_dir.mkdir(parents=True)
         # the data directory is written out in full, so that a resumed run does not depend on where it is started
@@ -198,6 +224,13 @@ def _guard(run_dir: Path, config: RunConfig, data: PreparedData, domains: tuple[
         )
 
 
+def _params(config: RunConfig) -> dict[str, Any]:
+    """What the tracker shows as the run's parameters."""
+    if config.tracking.params is not None:
+        return {name: config.config[name] for name in config.tracking.params}
+    return {"config_hash": config.hash()} | config.config
+
+
 def _track(
     config: RunConfig, run_dir: Path, data: PreparedData, domains: tuple[str, ...], resumed: bool, view: Progress
 ) -> Tracker:
@@ -207,7 +240,7 @@ def _track(
         config.tracking,
         run_dir,
         run_dir.name,
-        {"config_hash": config.hash()} | config.config,
+        _params(config),
         {
             "method": config.method,
             "seed": str(config.seed),
@@ -217,7 +250,9 @@ def _track(
             "data_fingerprint": data.fingerprint,
             "preset": config.preset or "none",
             "backend": config.backend,
-        },
+            "config_hash": config.hash(),
+        }
+        | config.tracking.tags,
         [
             DatasetInput(
                 name,
@@ -406,13 +441,15 @@ def _artifacts(
             },
             last,
         )
+    tracker.describe(_described(result, plan.config.evaluation.select))
+    if not plan.config.tracking.artifacts:
+        return
     for file in ("config.yaml", "data.json", "placement.json", "ledger.parquet", RESULT):
         tracker.artifact(run_dir / file)
     if (run_dir / "per_user").is_dir():
         tracker.artifact(run_dir / "per_user", "per_user")
     for name, figure in figures.run_figures(history, result).items():
         tracker.figure(figure, name)
-    tracker.describe(_described(result, plan.config.evaluation.select))
     tracker.model(run_dir, plan.domains, step=last)
 
 

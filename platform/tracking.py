@@ -66,6 +66,9 @@ class TrackingSettings(BaseModel):
         require: refuse to start when the store is out of reach, instead of spooling.
         system_metrics: record CPU, memory and free disk of the driving machine once per round.
         parent_run_id: the MLflow run under which this one is shown (a study).
+        params: which of the method's values are the run's parameters, e.g. those that a study searches; None means all.
+        tags: added to the run's own tags.
+        artifacts: record files, figures and the model besides metrics; they stay in the run's directory otherwise.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -76,6 +79,9 @@ class TrackingSettings(BaseModel):
     require: bool = False
     system_metrics: bool = True
     parent_run_id: str | None = None
+    params: tuple[str, ...] | None = None
+    tags: dict[str, str] = {}
+    artifacts: bool = True
 
     @field_validator("uri")
     @classmethod
@@ -345,13 +351,18 @@ class Tracker:
             return
         self._submit({"op": "model", "path": self._relative(folder), "name": safe_name(name), "step": step})
 
-    def finish(self, status: Status, reason: str | None = None) -> None:
-        """Close the run with its end and the reason; the last attempt to empty the spool. Later calls do nothing."""
+    def finish(self, status: Status, reason: str | None = None, outcome: str | None = None) -> None:
+        """Close the run with its end and the reason; the last attempt to empty the spool. Later calls do nothing.
+
+        Args:
+            status: one of MLflow's. outcome: the tag beside it, where MLflow's word is not precise enough ("pruned").
+        """
         if not self._settings.enabled or self._ended:
             return
         self._ended = True
         self._retry_at = 0.0
-        self._submit({"op": "finish", "status": status, "reason": reason, "time": _now()})
+        outcome = outcome or status.lower()
+        self._submit({"op": "finish", "status": status, "reason": reason, "outcome": outcome, "time": _now()})
         self._save_state()
         if self._problem:
             self._warn(
@@ -401,6 +412,15 @@ class Tracker:
                 f"tracking: {redact(self._uri)} is out of reach ({problem}); the run goes on and records to "
                 f"{self._spool.path}"
             )
+
+
+def close(settings: TrackingSettings, run_dir: Path, status: Status, reason: str, outcome: str) -> None:
+    """Record the end of a run whose own process could not: it was killed. A run that was never recorded stays so."""
+    state = _State.read(run_dir) if settings.enabled else None
+    if state is not None:
+        tracker = Tracker(settings, run_dir, resolve_uri(settings, run_dir.parent), None)
+        tracker._state = state
+        tracker.finish(status, reason, outcome)
 
 
 def replay(run_dir: Path, uri: str | None = None) -> ReplaySummary:
@@ -680,6 +700,7 @@ class _Store:
     def _finish(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
         if entry["reason"]:
             client.set_tag(run_id, "crossfed.reason", entry["reason"][:_TAG_LIMIT])
+        client.set_tag(run_id, "outcome", entry.get("outcome") or entry["status"].lower())
         client.set_terminated(run_id, entry["status"], entry["time"])
 
 
