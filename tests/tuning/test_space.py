@@ -48,7 +48,7 @@ def test_samples_stay_inside_and_repeat_with_the_sampler_seed() -> None:
         points = []
         for _ in range(20):
             trial = study.ask()
-            points.append(sample(found, trial))
+            points.append(sample(found, trial, {}))
             study.tell(trial, 0.0)
         return points
 

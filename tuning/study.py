@@ -1,0 +1,421 @@
+"""A study's books: what was asked, reported and came of it, in an Optuna study and a directory that outlive the process.
+
+Everything is in Optuna's storage as soon as it is known, so that a study killed at any moment goes on from there: a trial that
+was running keeps its number and its values, and its federation continues from its last committed round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import optuna
+import yaml
+from optuna.trial import FrozenTrial, TrialState
+from pydantic import Field, PositiveInt, ValidationError, field_validator
+
+from crossfed.platform.config import RunConfig, Settings
+from crossfed.platform.seam import CrossfedError
+from crossfed.tuning.space import Parameter, grid, sample, space, with_first
+
+STUDY = "study.yaml"
+QUALITY = ("mean", "worst")
+COSTS = ("epsilon", "bytes")
+MULTI = ("tpe", "random", "grid", "nsgaii", "nsgaiii", "gp")
+
+optuna.logging.set_verbosity(optuna.logging.WARNING)  # a line per trial is printed by the command itself
+
+
+class Search(Settings):
+    """How a study searches; the `search:` block of its `study.yaml`."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$", max_length=100, description="the study's name and folder")
+    trials: PositiveInt = Field(20, description="trials in all, the paper's setting included")
+    concurrent: PositiveInt | None = Field(None, description="trials at once; none takes as many as fit")
+    objectives: tuple[str, ...] = Field(
+        ("mean",),
+        min_length=1,
+        description="mean, worst or domain:NAME of the selecting validation metric; epsilon, bytes",
+    )
+    sampler: Literal["tpe", "random", "grid", "cmaes", "nsgaii", "nsgaiii", "gp"] = Field(
+        "tpe", description="Optuna's sampler"
+    )
+    startup: PositiveInt | None = Field(
+        None, description="random trials before tpe or gp model anything; none takes a third of them, 10 at most"
+    )
+    pruner: Literal["asha", "median", "none"] = Field("asha", description="rule that stops trials by their rounds")
+    grace: PositiveInt | None = Field(
+        None, description="rounds that no trial is stopped before; none covers the first of several stages"
+    )
+    reduction: int = Field(2, ge=2, description="asha: one in so many goes on at each rung")
+    max_rounds: PositiveInt | None = Field(None, description="rounds of a trial at most; winners run in full")
+    time_budget: float | None = Field(None, gt=0, description="seconds of the search, without the final runs")
+    seeds: int = Field(1, ge=0, description="seeds of the winner's final runs; 0 leaves them out")
+    retries: int = Field(1, ge=0, description="how often a trial whose process dies is run again")
+    seed: int = Field(0, ge=0, description="seed of the sampler")
+    storage: str | None = Field(None, description="Optuna storage URL; none keeps a SQLite file in the study's folder")
+    changes: dict[str, Any] = Field(default_factory=dict, description="changes to the space the method declares")
+
+    @field_validator("objectives")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if name not in (*QUALITY, *COSTS) and not name.removeprefix("domain:").strip():
+                raise ValueError(f"{name!r} names no domain")
+            if name not in (*QUALITY, *COSTS) and not name.startswith("domain:"):
+                raise ValueError(f"{name!r} is none of mean, worst, domain:NAME, epsilon, bytes")
+        if len(set(value)) < len(value):
+            raise ValueError("an objective occurs twice")
+        if value[0] in COSTS:
+            raise ValueError(f"the first objective must be a quality (mean, worst, domain:NAME), not {value[0]}")
+        return value
+
+    def model_post_init(self, _: Any) -> None:
+        if len(self.objectives) > 1 and self.sampler not in MULTI:
+            raise ValueError(f"the sampler {self.sampler} takes one objective; use {', '.join(MULTI)}")
+        if len(self.objectives) > 1 and self.pruner != "none":
+            raise ValueError(
+                f"{self.pruner} stops trials by quality alone and would cut the front's cheap end; use pruner none"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One trial to run: its number, the searched values, and whether it goes on from an earlier process."""
+
+    number: int
+    values: dict[str, Any]
+    again: bool
+
+
+def quality(objective: str, domains: Mapping[str, float]) -> float:
+    """A quality objective from each domain's selecting validation metric: macro mean, worst domain or a named one."""
+    if objective == "mean":
+        return sum(domains.values()) / len(domains)
+    if objective == "worst":
+        return min(domains.values())
+    return domains[objective.removeprefix("domain:")]
+
+
+def total_rounds(config: RunConfig) -> int:
+    """Rounds of a run at most, over all stages."""
+    return sum(stage.rounds for stage in config.resolved.stages(config.method_config()))
+
+
+def grace_rounds(search: Search, config: RunConfig) -> int:
+    """Rounds that no trial is stopped before: past the first stage where there are several, as its values do not compare."""
+    if search.grace is not None:
+        return search.grace
+    rounds = [stage.rounds for stage in config.resolved.stages(config.method_config()) if stage.rounds]
+    if len(rounds) > 1:
+        return rounds[0] + 1
+    return max(1, -(-sum(rounds) // search.reduction**3))
+
+
+def make_sampler(search: Search, number: int) -> optuna.samplers.BaseSampler:
+    """The sampler for trial `number`, with every argument pinned.
+
+    It is made anew for each trial, seeded by the study's seed and the number, so that a resumed study draws as an uninterrupted
+    one does; what it has learnt is in the storage.
+    """
+    seed = search.seed * 1_000_003 + number
+    startup = search.startup or max(1, min(10, search.trials // 3))
+    if search.sampler == "tpe":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return optuna.samplers.TPESampler(
+                prior_weight=1.0,
+                n_startup_trials=startup,
+                n_ei_candidates=24,
+                multivariate=True,
+                group=True,  # parameters that only some trials have
+                warn_independent_sampling=False,
+                constant_liar=True,  # trials that run at the same time do not crowd one point
+                seed=seed,
+            )
+    if search.sampler == "gp":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return optuna.samplers.GPSampler(
+                n_startup_trials=startup, deterministic_objective=False, warn_independent_sampling=False, seed=seed
+            )
+    if search.sampler == "cmaes":
+        return optuna.samplers.CmaEsSampler(
+            n_startup_trials=1, warn_independent_sampling=False, consider_pruned_trials=True, seed=seed
+        )
+    if search.sampler == "nsgaii":
+        return optuna.samplers.NSGAIISampler(
+            population_size=min(50, max(4, search.trials // 4)), crossover_prob=0.9, swapping_prob=0.5, seed=seed
+        )
+    if search.sampler == "nsgaiii":
+        return optuna.samplers.NSGAIIISampler(
+            population_size=min(50, max(4, search.trials // 4)), crossover_prob=0.9, swapping_prob=0.5, seed=seed
+        )
+    return optuna.samplers.RandomSampler(seed=seed)  # "random"; a grid hands out its points itself
+
+
+def make_pruner(search: Search, grace: int) -> optuna.pruners.BasePruner:
+    """The rule that stops trials; it sees the running best validation metric of every round."""
+    if search.pruner == "asha":
+        return optuna.pruners.SuccessiveHalvingPruner(
+            min_resource=grace, reduction_factor=search.reduction, min_early_stopping_rate=0, bootstrap_count=0
+        )
+    if search.pruner == "median":
+        return optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=grace, interval_steps=1, n_min_trials=2)
+    return optuna.pruners.NopPruner()
+
+
+class Study:
+    """One study: its settings, its directory, its Optuna study.
+
+    Args:
+        folder: the study's directory; holds `study.yaml`, the trials' run directories and the figures.
+        search, base: how it searches, and the run that all trials share.
+
+    Attributes:
+        first: the searched keys' values in the first trial: the paper's, unless the base changed them.
+    """
+
+    def __init__(self, folder: Path, search: Search, base: RunConfig, optuna_study: optuna.Study):
+        self.folder, self.search, self.base, self.optuna = folder, search, base, optuna_study
+        declared = space(base.method, search.changes)
+        self.first = {name: base.config[name] for name in declared}
+        self.parameters: dict[str, Parameter] = with_first(declared, self.first)
+        self.grace = grace_rounds(search, base)
+        self.optuna.pruner = make_pruner(search, self.grace)
+        self.max_rounds = min(filter(None, (total_rounds(base), search.max_rounds)))
+        self.active: dict[int, optuna.Trial] = {}
+
+    # -- making and opening --------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, search: Search, base: RunConfig, data: str) -> Study:
+        """A new study in `<out>/<name>`.
+
+        Args:
+            data: name of the data set, for the record.
+
+        Raises:
+            CrossfedError: there is one of that name, nothing is searched, or its folder cannot be made.
+        """
+        folder = base.out.absolute() / search.name
+        if (folder / STUDY).exists():
+            raise CrossfedError(
+                f"There is a study {search.name} in {base.out} already; crossfed tune resume {search.name} goes on with it, "
+                "and --study gives a new one another name."
+            )
+        declared = space(base.method, search.changes)
+        if not declared:
+            raise CrossfedError(
+                f"{base.method} declares nothing to search; name what to search, e.g. --search 'lr={{low: 1e-4, high: 1e-2, log: true}}'."
+            )
+        parameters = with_first(declared, {name: base.config[name] for name in declared})
+        if search.sampler == "grid":
+            list(grid(parameters, base.config))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CrossfedError(
+                f"The study's folder {folder} cannot be made: {error.strerror}; choose another --out."
+            ) from error
+        storage = search.storage or f"sqlite:///{folder / 'optuna.db'}"
+        directions = ["minimize" if name in COSTS else "maximize" for name in search.objectives]
+        try:
+            made = optuna.create_study(storage=storage, study_name=search.name, directions=directions)
+        except optuna.exceptions.DuplicatedStudyError:
+            raise CrossfedError(
+                f"The storage {storage} holds a study {search.name} already; choose another --study."
+            ) from None
+        except Exception as error:  # SQLAlchemy's, which differ by back end
+            raise CrossfedError(f"The storage {storage} cannot be used: {str(error).splitlines()[0]}") from error
+        study = cls(folder, search, base, made)
+        metric = base.evaluation.select
+        told = {
+            "method": base.method,
+            "data": data,
+            "protocol": base.evaluation.protocol,
+            "metric": metric,
+            "objectives": [metric if name == "mean" else name for name in search.objectives],
+            "directions": directions,
+            "first": study.first,
+        }
+        for key, value in told.items():
+            made.set_user_attr(key, value)
+        fixed = {name: study.first[name] for name in study.parameters if study.parameters[name].active(base.config)}
+        made.enqueue_trial(fixed, user_attrs={"paper": True})
+        study.save()
+        return study
+
+    @classmethod
+    def open(cls, folder: Path) -> Study:
+        """A study made earlier.
+
+        Raises:
+            CrossfedError: there is none, or its files cannot be read.
+        """
+        path = folder / STUDY
+        try:
+            told = yaml.safe_load(path.read_text(encoding="utf-8"))
+            search, base = Search.model_validate(told["search"]), RunConfig.model_validate(told["run"])
+        except FileNotFoundError:
+            raise CrossfedError(
+                f"There is no study in {folder}; crossfed tune METHOD --study {folder.name} starts one."
+            ) from None
+        except (OSError, yaml.YAMLError, ValidationError, KeyError, TypeError) as error:
+            raise CrossfedError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        base = base.model_copy(update={"out": folder.parent})
+        storage = search.storage or f"sqlite:///{folder.absolute() / 'optuna.db'}"
+        try:
+            return cls(folder.absolute(), search, base, optuna.load_study(storage=storage, study_name=search.name))
+        except KeyError:
+            raise CrossfedError(f"The storage {storage} holds no study {search.name}.") from None
+
+    def save(self) -> None:
+        """Write `study.yaml`."""
+        told = {"search": self.search.model_dump(mode="json"), "run": self.base.model_dump(mode="json")}
+        target = self.folder / STUDY
+        try:
+            beside = target.with_suffix(".new")
+            beside.write_text(yaml.safe_dump(told, sort_keys=False), encoding="utf-8")
+            beside.replace(target)
+        except OSError as error:
+            raise CrossfedError(f"{target} cannot be written: {error.strerror}.") from error
+
+    def extend(self, more: int) -> None:
+        """Let the study have so many trials more."""
+        self.search = self.search.model_copy(update={"trials": max(self.search.trials, self.begun()) + more})
+        self.save()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time per study."""
+        with (self.folder / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CrossfedError(f"The study {self.search.name} is being run by another process.") from None
+            yield
+
+    # -- asking and telling --------------------------------------------------------------------------------------
+
+    def trials(self, *states: TrialState) -> list[FrozenTrial]:
+        """The trials, in order; those in `states`, where given."""
+        return self.optuna.get_trials(deepcopy=False, states=states or None)
+
+    def begun(self) -> int:
+        """How many trials were asked for so far, whatever came of them."""
+        return sum(trial.state != TrialState.WAITING for trial in self.trials())
+
+    def left(self) -> int:
+        """How many trials are still to be run, interrupted ones included."""
+        return max(0, self.search.trials - self.begun()) + len(self.trials(TrialState.RUNNING))
+
+    def next(self) -> Task | None:
+        """The next trial: first those that an earlier process left, then new ones; None when all were handed out."""
+        for frozen in self.trials(TrialState.RUNNING):
+            if frozen.number not in self.active:
+                return self._task(optuna.Trial(self.optuna, frozen._trial_id), again=True)
+        if self.begun() >= self.search.trials:
+            return None
+        self.optuna.sampler = make_sampler(self.search, self.begun())
+        if self.search.sampler == "grid" and self.begun():
+            known = [
+                values
+                for trial in self.trials()
+                if (values := trial.user_attrs.get("values", trial.params)) is not None
+            ]
+            point = next((p for p in grid(self.parameters, self.base.config) if p not in known), None)
+            if point is None:
+                return None
+            self.optuna.enqueue_trial(point)
+        return self._task(self.optuna.ask(), again=False)
+
+    def _task(self, trial: optuna.Trial, again: bool) -> Task:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Optuna would have choices be plain strings and numbers only; YAML gives lists too
+            values = sample(self.parameters, trial, self.base.config)
+        trial.set_user_attr("values", values)
+        trial.set_user_attr("max_rounds", self.max_rounds)
+        self.active[trial.number] = trial
+        return Task(trial.number, values, again)
+
+    def folder_of(self, number: int) -> Path:
+        """The run directory of a trial."""
+        return self.folder / f"trial-{number:04d}"
+
+    def report(self, number: int, step: int, value: float | None) -> bool:
+        """Note a round's running best; True when the rule stops the trial here."""
+        trial = self.active[number]
+        if value is None or len(self.search.objectives) > 1:
+            return False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a trial that went back to its last commit reports some rounds again
+            trial.report(value, step)
+        return trial.should_prune()
+
+    def finish(self, number: int, facts: Mapping[str, Any]) -> list[float]:
+        """A trial ran to its end; returns its value of every objective."""
+        values = []
+        for name in self.search.objectives:
+            if name == "bytes":
+                values.append(float(facts["bytes_up"]))
+            elif name == "epsilon":
+                values.append(float(facts["epsilon"]))
+            else:
+                values.append(quality(name, facts["domains"]))
+        self._close(number, "finished", facts)
+        self.optuna.tell(number, values)
+        return values
+
+    def prune(self, number: int, facts: Mapping[str, Any]) -> None:
+        """The rule stopped a trial."""
+        self._close(number, "pruned", facts)
+        self.optuna.tell(number, state=TrialState.PRUNED)
+
+    def drop(self, number: int, reason: str) -> None:
+        """The search ended before the trial did."""
+        self._close(number, "killed", {"reason": reason})
+        self.optuna.tell(number, state=TrialState.PRUNED if self._reported(number) else TrialState.FAIL)
+
+    def fail(self, number: int, reason: str) -> None:
+        """A trial failed for good."""
+        self._close(number, "failed", {"reason": reason})
+        self.optuna.tell(number, state=TrialState.FAIL)
+
+    def _reported(self, number: int) -> bool:
+        return bool(self.trials()[number].intermediate_values)
+
+    def _close(self, number: int, status: str, facts: Mapping[str, Any]) -> None:
+        trial = self.active.pop(number)
+        for key, value in {"status": status, **facts}.items():
+            trial.set_user_attr(key, value)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def best(self) -> FrozenTrial | None:
+        """The winner: the finished trial with the best first objective; the earliest of equals."""
+        done = [t for t in self.trials(TrialState.COMPLETE) if t.user_attrs.get("status") == "finished"]
+        return max(done, key=lambda trial: (trial.values[0], -trial.number), default=None)
+
+    def config(self, values: Mapping[str, Any], **changes: Any) -> RunConfig:
+        """The run of one point of the space."""
+        return self.base.model_copy(update={"config": {**self.base.config, **values}, **changes})
+
+
+def find_study(name: str, out: Path) -> Path:
+    """The folder of a study given by path or by its name below `out`.
+
+    Raises:
+        CrossfedError: there is none.
+    """
+    for path in (Path(name), out / name):
+        if (path / STUDY).is_file():
+            return path.absolute()
+    known = sorted(path.parent.name for path in out.glob(f"*/{STUDY}")) if out.is_dir() else []
+    raise CrossfedError(f"There is no study {name!r} in {out}; known: {', '.join(known) or 'none'}.")
+
