@@ -3,7 +3,7 @@
 Everything is read from an `optuna.Study` and the attributes that the search leaves in it.
 
 Study: `method`, `data`, `protocol`, `metric` (the validation metric, e.g. "recall_at_20"), `objectives` (names in the order of
-the study's directions: a metric, "worst" for the worst domain, "epsilon", "bytes").
+the study's directions: the metric, which is its mean over domains, "worst", "domain:NAME", "epsilon", "bytes").
 Trial: `status`, `rounds`, `max_rounds`, `seconds`, `cpu_seconds`, `gpu_seconds`, `run_id`, `reason`, `domains` (domain -> the
 metric at the selected round), `paper` (the paper's setting), `bytes_up`, `epsilon`.
 
@@ -48,7 +48,7 @@ class TrialFacts:
     Attributes:
         values: one per objective; None where the trial came to no value.
         params: Config key -> value; a conditional key is missing where it was not asked for.
-        rounds, max_rounds: rounds run, and the most a full run takes.
+        rounds, max_rounds: rounds run (as far as reported, for one that did not get to an end), and the most a full run takes.
         seconds, cpu_seconds, gpu_seconds: wall time, and processor time over all nodes; None where not recorded.
     """
 
@@ -93,7 +93,7 @@ class TrialFacts:
             params=trial.params,
             distributions=trial.distributions,
             domains={domain: value for domain, value in told.get("domains", {}).items() if value is not None},
-            rounds=int(told.get("rounds", 0)),
+            rounds=told.get("rounds") or trial.last_step or 0,
             max_rounds=told.get("max_rounds"),
             seconds=told.get("seconds"),
             cpu_seconds=told.get("cpu_seconds"),
@@ -137,6 +137,8 @@ class StudyFacts:
                 f"study {study.study_name} does not come from crossfed tune: it has no user attribute {missing[0]!r}."
             )
         maximise = optuna.study.StudyDirection.MAXIMIZE
+        with _quiet():
+            trials = study.get_trials(deepcopy=False)
         return cls(
             name=study.study_name,
             method=told["method"],
@@ -145,7 +147,7 @@ class StudyFacts:
             metric=told["metric"],
             objectives=tuple(told["objectives"]),
             signs=tuple(1 if direction == maximise else -1 for direction in study.directions),
-            trials=tuple(TrialFacts.of(trial) for trial in study.get_trials(deepcopy=False)),
+            trials=tuple(TrialFacts.of(trial) for trial in trials),
         )
 
     def of_status(self, *statuses: Status) -> tuple[TrialFacts, ...]:
@@ -207,8 +209,8 @@ class StudyFacts:
             "epsilon": "privacy budget ε",
             "bytes": "bytes sent up",
         }
-        if objective in self.domains:
-            return f"{pretty(self.metric)}, {objective}"
+        if objective.startswith("domain:"):
+            return f"{pretty(self.metric)}, {objective.removeprefix('domain:')}"
         return named.get(objective, pretty(objective))
 
 
@@ -246,7 +248,8 @@ def wrapped(label: str, width: int = 16) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Optuna's log lines about studies in memory, and its warnings about few trials, do not reach the user."""
+    """Optuna's log lines about studies in memory, and its warnings about few trials and about choices that are lists, do not
+    reach the user."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
@@ -266,10 +269,14 @@ def _refit(facts: StudyFacts, trials: Sequence[TrialFacts], objective: int | Non
         study = optuna.create_study(directions=directions[chosen])
         for trial in trials:
             assert trial.values is not None
+            params, distributions = dict(trial.params), dict(trial.distributions)
+            for name, kind in trial.distributions.items():
+                if isinstance(kind, optuna.distributions.CategoricalDistribution):
+                    # by name: PED-ANOVA hashes the choices, which may be lists
+                    distributions[name] = optuna.distributions.CategoricalDistribution([repr(c) for c in kind.choices])
+                    params[name] = repr(params[name])
             study.add_trial(
-                optuna.trial.create_trial(
-                    params=dict(trial.params), distributions=dict(trial.distributions), values=trial.values[chosen]
-                )
+                optuna.trial.create_trial(params=params, distributions=distributions, values=trial.values[chosen])
             )
     return study
 
@@ -312,13 +319,17 @@ def importance(facts: StudyFacts) -> tuple[Importance, ...]:
             why = f"all {len(trials)} trials have the same value"
         elif not varied:
             why = "no parameter took more than one value"
-        shares: dict[str, float] = {}
+        raw: dict[str, float] = {}
         if not why:
             with _quiet():
-                shares = optuna.importance.get_param_importances(
+                raw = optuna.importance.get_param_importances(
                     _refit(facts, trials, index),
                     evaluator=optuna.importance.PedAnovaImportanceEvaluator(**_EVALUATOR),
                     params=varied,
+                    normalize=False,  # Optuna makes equal shares of nothing
                 )
+            if not sum(raw.values()):
+                why, raw = "no parameter sets the best quarter apart", {}
+        shares = {name: value / sum(raw.values()) for name, value in raw.items()}
         found.append(Importance(objective, shares, why or note, len(trials)))
     return tuple(found)

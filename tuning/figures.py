@@ -48,7 +48,13 @@ _WORDS: dict[Status, str] = {
     "killed": "killed",
 }
 _STAR: dict[str, Any] = {"marker": "*", "ms": 15, "color": COLOURS[3], "mec": "black", "mew": 0.9}
-_BAR: dict[Status, str] = {"finished": COLOURS[0], "pruned": COLOURS[4], "failed": COLOURS[1], "killed": COLOURS[6]}
+_BAR: dict[Status, str] = {
+    "finished": COLOURS[0],
+    "pruned": COLOURS[4],
+    "failed": COLOURS[1],
+    "killed": COLOURS[6],
+    "running": COLOURS[5],
+}
 
 
 class Scale:
@@ -97,7 +103,7 @@ class Scale:
     @classmethod
     def of_objective(cls, facts: StudyFacts, index: int) -> Self:
         """For an objective; by logarithm where it spans more than a factor of 100."""
-        values = [trial.values[index] for trial in facts.scored("finished", "pruned") if trial.values is not None]
+        values = [trial.value(index) for trial in facts.scored("finished", "pruned")]
         finite = [value for value in values if math.isfinite(value)]
         log = bool(finite) and min(finite) > 0 and max(finite) > 100 * min(finite)
         objective = facts.objectives[index]
@@ -194,15 +200,15 @@ def _below(figure: Figure, handles: Sequence[Any]) -> None:
 
 
 def _figure(
-    count: int, title: str, facts: StudyFacts, note: str = "", height: float = 4.2, columns: int | None = None
+    count: int, title: str, facts: StudyFacts, note: str = "", height: float = 4.2
 ) -> tuple[Figure, list[Axes]]:
     """Panels in the product's style, headed by what the study is about, its counts and a note."""
-    width = 104 if (columns or count) == 1 else 150
+    width = 104 if count == 1 else 150
     about = [f"{facts.method} · {facts.data} · {facts.protocol} · study {facts.name}", facts.counts]
     if note:
         joined = f"{facts.counts}; {note}"
         about[1:] = [joined] if len(joined) <= width else [facts.counts, note]
-    return panels(count, title, "\n".join(textwrap.fill(line, width) for line in about), height, columns)
+    return panels(count, title, "\n".join(textwrap.fill(line, width) for line in about), height)
 
 
 def _nothing(axis: Axes, text: str) -> None:
