@@ -146,7 +146,8 @@ def normalised_weights(pattern: Pattern, weights: torch.Tensor, floor: float = 1
     entries = weights[pattern.edge]
     degree = torch.zeros(pattern.n, dtype=weights.dtype, device=weights.device).index_add(0, pattern.rows, entries)
     root = (degree + floor).rsqrt()
-    return entries * root.index_select(0, pattern.rows) * root.index_select(0, pattern.cols)
+    normalised: torch.Tensor = entries * root.index_select(0, pattern.rows) * root.index_select(0, pattern.cols)
+    return normalised
 
 
 def weighted_product(pattern: Pattern, values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -169,7 +170,8 @@ def edge_products(pattern: Pattern, x: torch.Tensor) -> torch.Tensor:
 def _at_entries(pattern: Pattern, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a_i · b_j at the entries (i, j) of the pattern. [n, d] twice -> [2m]."""
     zeros = torch.zeros(len(pattern.cols), dtype=a.dtype, device=a.device)
-    return torch.sparse.sampled_addmm(pattern.matrix(zeros), a, b.T, beta=0.0).values()
+    products: torch.Tensor = torch.sparse.sampled_addmm(pattern.matrix(zeros), a, b.T, beta=0.0).values()
+    return products
 
 
 class _EdgeProducts(torch.autograd.Function):
