@@ -57,6 +57,9 @@ _BAR: dict[Status, str] = {
 }
 
 
+_FEW = 8  # up to so many different values of a parameter stand one by one
+
+
 class Scale:
     """Where the values of one parameter or objective stand on a straight axis.
 
@@ -88,17 +91,19 @@ class Scale:
         self.beyond = {math.inf: high + 0.2 * room, -math.inf: low - 0.2 * room}
         self.infinite = sorted({self.beyond[value] for value in values if math.isinf(value)})
         self.inner = (low, high)
+        self.whole = all(isinstance(value, int) for value in values)
         ends = [low, high, *self.infinite]
         self.limits = (min(ends) - 0.06 * room, max(ends) + 0.06 * room)
 
     @classmethod
     def of_param(cls, facts: StudyFacts, name: str) -> Self:
-        """For a parameter: as its distribution was declared."""
+        """For a parameter: as its distribution was declared, and one place per value for few whole numbers."""
         held = [trial for trial in facts.trials if name in trial.params]
         kinds = [trial.distributions[name] for trial in held]
-        category = any(isinstance(kind, optuna.distributions.CategoricalDistribution) for kind in kinds)
-        log = any(getattr(kind, "log", False) for kind in kinds)
-        return cls([trial.params[name] for trial in held], log=log, category=category)
+        values = [trial.params[name] for trial in held]
+        few = all(isinstance(value, int) for value in values) and len(set(values)) <= _FEW
+        category = few or any(isinstance(kind, optuna.distributions.CategoricalDistribution) for kind in kinds)
+        return cls(values, log=any(getattr(kind, "log", False) for kind in kinds), category=category)
 
     @classmethod
     def of_objective(cls, facts: StudyFacts, index: int) -> Self:
@@ -149,14 +154,21 @@ class Scale:
             ticks = self.ticks()
             one.set_ticks([place for place, _ in ticks], [short(name, 16) for _, name in ticks])
         else:
-            one.set_major_locator(MaxNLocator(nbins=6))
+            one.set_major_locator(MaxNLocator(nbins=6, integer=self.whole, min_n_ticks=1))
             plain = ScalarFormatter(useOffset=False)
             one.set_major_formatter(FuncFormatter(lambda value, _: size(value)) if self.text is size else plain)
-        if side == "x" and self.category and sum(len(short(name, 16)) for name in self.names) > 45:
-            axis.tick_params(axis="x", rotation=25)
+        if side == "x" and self.category and not _fits(axis, [short(name, 16) for name in self.names]):
+            axis.tick_params(axis="x", rotation=30)
         for place in self.infinite:
             gap = place - 0.5 if self.category else (place + self.inner[place > self.inner[1]]) / 2
             (axis.axvline if side == "x" else axis.axhline)(gap, color=GREY, lw=1, ls=":")
+
+
+def _fits(axis: Axes, labels: Sequence[str]) -> bool:
+    """Whether labels, written side by side, fit under an axis."""
+    figure, columns = axis.get_figure(root=True), axis.get_gridspec().ncols  # type: ignore[union-attr]
+    assert figure is not None
+    return 0.09 * sum(len(label) + 1 for label in labels) < figure.get_figwidth() / columns - 1
 
 
 def _rank(value: Any) -> float:
@@ -195,7 +207,7 @@ def _legend(figure: Figure, facts: StudyFacts, more: Sequence[Line2D] = (), lost
 
 def _below(figure: Figure, handles: Sequence[Any]) -> None:
     if handles:
-        columns = len(handles) if len(handles) < 6 else math.ceil(len(handles) / 2)
+        columns = len(handles) if len(handles) < 5 else math.ceil(len(handles) / 2)
         figure.legend(handles=list(handles), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
@@ -208,7 +220,8 @@ def _figure(
     if note:
         joined = f"{facts.counts}; {note}"
         about[1:] = [joined] if len(joined) <= width else [facts.counts, note]
-    return panels(count, title, "\n".join(textwrap.fill(line, width) for line in about), height)
+    filled = [textwrap.fill(line, width, break_on_hyphens=False) for line in about]
+    return panels(count, title, "\n".join(filled), height)
 
 
 def _nothing(axis: Axes, text: str) -> None:
@@ -250,7 +263,7 @@ def optimisation_history(study: optuna.Study) -> Figure:
             at = axis.get_xaxis_transform()
             axis.plot(own, [0.03] * len(own), ls="", gid=status, transform=at, **_MARK[status])
         axis.set_xlim(-0.7, max(len(facts.trials) - 0.3, 0.7))
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axis.set_xlabel("trial")
         axis.set_ylabel(facts.label(objective))
         if not trials:
@@ -411,7 +424,7 @@ def importances(study: optuna.Study) -> Figure:
         names, shares = list(one.shares)[::-1], list(one.shares.values())[::-1]
         bars = axis.barh(range(len(names)), shares, color=COLOURS[0], height=0.65)
         axis.bar_label(bars, [f"{share:.2f}" for share in shares], padding=4, fontsize=9)
-        axis.set_yticks(range(len(names)), [wrapped(name, 20) for name in names])
+        axis.set_yticks(range(len(names)), [wrapped(name, 24) for name in names])
         axis.set_xlim(0, max(shares) * 1.15)
         axis.grid(False)
         axis.set_xlabel(f"share of importance for {facts.label(one.objective)}" + (f"\n{one.note}" if one.note else ""))
@@ -493,7 +506,9 @@ def sensitivity(study: optuna.Study, param: str) -> Figure | None:
     if len(distinct) < 2:
         return None
     kinds = [trial.distributions[param] for trial in trials]
-    grouped = len(distinct) > 8 and not any(isinstance(k, optuna.distributions.CategoricalDistribution) for k in kinds)
+    grouped = len(distinct) > _FEW and not any(
+        isinstance(k, optuna.distributions.CategoricalDistribution) for k in kinds
+    )
     scale = Scale(
         [t.params[param] for t in trials], log=any(getattr(k, "log", False) for k in kinds), category=not grouped
     )
@@ -515,8 +530,10 @@ def sensitivity(study: optuna.Study, param: str) -> Figure | None:
         axis.errorbar(at, means, yerr=bars, color=colour, marker=marker, ms=6, capsize=3, lw=1.6)
         scale.dress(axis, "x")
         if not grouped:
-            counts = [int((places == place).sum()) for place, _ in scale.ticks()]
-            names = [f"{short(name, 12)}\nn={n}" for (_, name), n in zip(scale.ticks(), counts, strict=True)]
+            names = [short(name, 16) for _, name in scale.ticks()]
+            counts = [f"n={int((places == place).sum())}" for place, _ in scale.ticks()]
+            if _fits(axis, [max(pair, key=len) for pair in zip(names, counts, strict=True)]):
+                names = [f"{name}\n{count}" for name, count in zip(names, counts, strict=True)]
             axis.set_xticks([place for place, _ in scale.ticks()], names)
         if facts.paper is not None and param in facts.paper.params:
             _mark_paper(axis, facts.paper, scale, param, domain)
@@ -526,6 +543,7 @@ def sensitivity(study: optuna.Study, param: str) -> Figure | None:
     if facts.paper is not None and param in facts.paper.params:
         told = f"the paper's value: {setting(facts.paper.params[param])}"
         star = {key: value for key, value in _STAR.items() if key != "color"} | {"mfc": _STAR["color"]}
+        star = star if facts.paper in trials else {}  # only the line is drawn for a trial that did not finish
         _below(figure, [Line2D([], [], color=COLOURS[3], ls="--", lw=1.2, label=told, **star)])
     return figure
 
@@ -558,13 +576,14 @@ def rounds_run(study: optuna.Study) -> Figure | None:
     figure, [axis] = _figure(1, "Rounds run", facts, facts.spared)
     full = [max(trial.max_rounds or 0, trial.rounds) for trial in trials]
     numbers = [trial.number for trial in trials]
-    axis.bar(numbers, full, color="#eeeeee", edgecolor="#cccccc", width=0.8, gid="max")
+    apart = len(trials) <= 60  # beyond that, edges and hatches would hide the bars
+    axis.bar(numbers, full, color="#eeeeee", edgecolor="#cccccc", linewidth=float(apart), width=0.8, gid="max")
     for status, colour in _BAR.items():
         own = [trial for trial in trials if trial.status == status]
         axis.bar([t.number for t in own], [t.rounds for t in own], color=colour, width=0.8, gid=status,
-                 hatch="//" if status == "pruned" else None, edgecolor="white", linewidth=0)  # fmt: skip
-    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axis.yaxis.set_major_locator(MaxNLocator(integer=True))
+                 hatch="//" if apart and status == "pruned" else None, edgecolor="white", linewidth=0)  # fmt: skip
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_xlabel("trial")
     axis.set_ylabel("rounds")
     handles = [Patch(color=colour, label=status) for status, colour in _BAR.items() if facts.of_status(status)]

@@ -337,6 +337,40 @@ def test_logarithmic_places_and_ticks() -> None:
     assert [name for _, name in Scale([3.0, 4.0], log=True).ticks()] == ["3", "4"]
 
 
+def test_few_whole_numbers_stand_one_by_one_and_many_in_proportion() -> None:
+    study = new_study()
+    for depth in (4, 1, 2):
+        add(
+            study,
+            "finished",
+            0.1,
+            {"depth": depth, "width": 2**depth},
+            {"depth": DEPTH, "width": IntDistribution(1, 99)},
+        )
+    for width in range(20, 30):
+        add(study, "finished", 0.1, {"width": width}, {"width": IntDistribution(1, 99)})
+    facts = StudyFacts.of(study)
+    assert Scale.of_param(facts, "depth").ticks() == [(0.0, "1"), (1.0, "2"), (2.0, "4")]
+    assert Scale.of_param(facts, "width").place(16) == 16.0
+
+
+def test_labels_that_do_not_fit_are_turned_and_lose_their_counts() -> None:
+    few, many = (
+        CategoricalDistribution(("a", "b")),
+        CategoricalDistribution(tuple(f"a-long-choice-{i}" for i in range(8))),
+    )
+    study = new_study()
+    for number in range(8):
+        params = {"few": few.choices[number % 2], "many": many.choices[number]}
+        add(study, "finished", 0.1, params, {"few": few, "many": many}, domains={"A": number / 8})
+    shown = {name: sensitivity(study, name) for name in ("few", "many")}
+    assert all(shown.values())
+    labels = {name: figure.axes[0].get_xticklabels() for name, figure in shown.items() if figure is not None}
+    assert [(label.get_text(), label.get_rotation()) for label in labels["few"]] == [("a\nn=4", 0), ("b\nn=4", 0)]
+    assert {(label.get_text()[:6], label.get_rotation()) for label in labels["many"]} == {("a-long", 30)}
+    assert not any("n=" in label.get_text() for label in labels["many"])
+
+
 @pytest.mark.parametrize("values", [[0.2], [0.2, 0.2], [0.0], [-3.0], [math.inf], []])
 def test_a_scale_of_one_value_has_a_width(values: list[float]) -> None:
     scale = Scale(values)
