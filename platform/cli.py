@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from crossfed.platform.cli_tune import tune_all, tune_app
 from crossfed.platform.seam import CrossfedError, Release, Scope
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Prepare, generate and describe data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+app.add_typer(tune_app, name="tune")
+app.command("tune-all")(tune_all)
 
 Out = Annotated[Path, typer.Option(help="Folder of run directories.", show_default=True)]
 RUNS = Path("runs")

@@ -212,7 +212,8 @@ class Study:
         declared = space(base.method, search.changes)
         if not declared:
             raise CrossfedError(
-                f"{base.method} declares nothing to search; name what to search, e.g. --search 'lr={{low: 1e-4, high: 1e-2, log: true}}'."
+                f"{base.method} declares nothing to search; say what to search, e.g. "
+                "--search 'lr={low: 1e-4, high: 1e-2, log: true}'."
             )
         parameters = with_first(declared, {name: base.config[name] for name in declared})
         if search.sampler == "grid":
@@ -337,7 +338,9 @@ class Study:
 
     def _task(self, trial: optuna.Trial, again: bool) -> Task:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Optuna would have choices be plain strings and numbers only; YAML gives lists too
+            warnings.simplefilter(
+                "ignore"
+            )  # Optuna would have choices be plain strings and numbers only; YAML gives lists too
             values = sample(self.parameters, trial, self.base.config)
         trial.set_user_attr("values", values)
         trial.set_user_attr("max_rounds", self.max_rounds)
@@ -418,4 +421,3 @@ def find_study(name: str, out: Path) -> Path:
             return path.absolute()
     known = sorted(path.parent.name for path in out.glob(f"*/{STUDY}")) if out.is_dir() else []
     raise CrossfedError(f"There is no study {name!r} in {out}; known: {', '.join(known) or 'none'}.")
-
