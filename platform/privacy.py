@@ -12,11 +12,12 @@ Three totals, per sending domain, with n the releases that left (messages × `Re
     tight   the composed privacy loss distribution of all n releases at δ (dp-accounting), or `whole` where that is smaller
 
 `tight` takes each release for one Laplace or Gaussian variable that is shifted by the whole sensitivity. For the Gaussian this is
-exact by rotation. For Laplace noise on a vector whose L1 norm moves by Δ it is an upper bound, because a shift by a + c in one
-coordinate dominates shifts by a and c in two: with b = 1 and Y = min(max(X, 0), shift), the likelihood ratio is
-exp(2Y - shift), and the survival function of Y₁ + Y₂ crosses that of Y exactly once, from above, so the single shift is larger in
-convex order, and with it every hockey-stick divergence. Compositions of dominating pairs dominate adaptive compositions (Zhu,
-Dong and Wang, AISTATS 2022, Theorem 10).
+exact by rotation. For Laplace noise on a vector that moves by at most Δ in the L1 norm it is an upper bound, because a shift by
+a + c in one coordinate dominates shifts by a and c in two: at b = 1 the likelihood ratio of a shift is exp(2Y - shift) with
+Y = min(max(X, 0), shift); the survival function of Y₁ + Y₂ crosses that of the single Y once, from above, and both ratios have
+mean one, so the single one is larger in convex order, and with it every hockey-stick divergence. Composed dominating pairs
+dominate the adaptive composition (Zhu, Dong and Wang, "Optimal Accounting of Differential Privacy via Characteristic Function",
+AISTATS 2022).
 
 A total is that of one domain's own messages. Whoever is protected in several domains (a shared user) adds those up. Keys that
 no release names are outside the account.

@@ -191,6 +191,7 @@ def test_many_rounds_are_tighter_than_basic_composition_and_never_above_it() -> 
     found = tight_epsilon({LAPLACE: 30}, 1e-6)
     assert found == pytest.approx(about, rel=0.02) and found < 1920
     assert tight_epsilon({LAPLACE: 30}, 0.0) == 1920
+    assert tight_epsilon({LAPLACE: 30}, 1e-20) == 1920  # below what the distributions resolve
     assert tight_epsilon({replace(LAPLACE, scale=1e-6): 30}, 1e-6) == 2e6 * 960  # hardly any noise
 
 
@@ -291,6 +292,20 @@ def test_a_runs_totals_are_those_of_its_rounds(shops: Path, tmp_path: Path) -> N
     assert block == json.loads((done.run_dir / "result.json").read_text())["privacy"] == privacy_account(done.run_dir)
     assert block["sent_as_it_is"] == [] and block["stopped_by_budget"] == {} and block["note"] == ""
     assert summary(block)[0].startswith("books, films, games: ε = 10 as the paper counts, 20 whole, ")
+
+
+def test_the_tracker_holds_the_totals_of_every_round(shops: Path, tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    values = {"data": shops, "out": tmp_path, "backend": "inprocess"}
+    done = run_federation(build("toys:WHISPER", sets=["rounds=3"], values=values))
+    client, run = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db"), (done.run_dir / "mlflow_run_id").read_text().strip()
+    for name, each in (("paper", 2.0), ("whole", 4.0)):
+        found = client.get_metric_history(run, f"privacy/films/epsilon_{name}")
+        assert [(point.step, point.value) for point in found] == [(1, each), (2, 2 * each), (3, 3 * each), (4, 3 * each)]
+    final = client.get_run(run).data.metrics
+    tight = done.result["privacy"]["domains"]["films"]["epsilon_tight"]
+    assert final["final/privacy/films/epsilon_whole"] == 12 and final["final/privacy/films/epsilon_tight"] == tight
 
 
 def _release(rounds: int) -> Release:
