@@ -56,6 +56,32 @@ class Text(Settings):
     missing: Literal["zero", "mean", "error"] = Field("zero", description="vector of an item without text")
 
 
+class Tokeniser(Settings):
+    """How item text vectors become semantic IDs, for methods that use them; levels and codebook are the method's own keys."""
+
+    kind: Literal["rqvae", "residual-kmeans"] = Field(
+        "rqvae", description="rqvae: trained by gradients; residual-kmeans: principal axes and K-means, in seconds"
+    )
+    dim: PositiveInt = Field(32, description="width of the latent vectors that are quantised")
+    hidden: PositiveInt = Field(256, description="rqvae: width of the hidden layers")
+    epochs: PositiveInt = Field(30, description="rqvae: passes over all item texts")
+    batch_size: PositiveInt = Field(1024, description="rqvae: items per step, over all workers")
+    lr: float = Field(1e-3, gt=0, description="rqvae: Adam's learning rate, falling to 0 along a cosine")
+    beta: float = Field(0.25, ge=0, description="rqvae: weight of the commitment loss")
+    entropy: float = Field(0.5, ge=0, description="rqvae: weight of the loss that keeps all codes in use")
+    collision: float = Field(
+        50.0, ge=0, description="rqvae: weight of the loss that tells items of one semantic ID apart"
+    )
+    workers: PositiveInt = Field(1, description="rqvae: data-parallel workers; more than one needs the back end ray")
+    seed: int = Field(0, ge=0, description="seed of the tokeniser, apart from the run's seed")
+    min_perplexity: float = Field(
+        0.1, ge=0, le=1, description="collapsed below this: a level's perplexity as a share of the codes it can use"
+    )
+    max_dead: float = Field(
+        0.5, ge=0, le=1, description="collapsed above this: share of a level's codes without an item"
+    )
+
+
 class Evaluation(Settings):
     """What is measured, on which split, and what selects."""
 
@@ -141,6 +167,7 @@ class RunConfig(Settings):
     domains: tuple[str, ...] | None = Field(None, description="a subset of the data's domains, in this order")
     synthetic: Synthetic = Field(default_factory=Synthetic)
     text: Text = Field(default_factory=Text)
+    tokeniser: Tokeniser = Field(default_factory=Tokeniser)
     evaluation: Evaluation = Field(default_factory=Evaluation)
     resources: Resources = Field(default_factory=Resources)
     tracking: TrackingSettings = Field(default_factory=TrackingSettings)
@@ -166,6 +193,8 @@ class RunConfig(Settings):
             exclude={"out", "tracking", "preset", "resources", "backend", "checkpoint_every", "seed", "data"},
         )
         told["threads"] = self.resources.threads
+        if "sids" not in self.resolved.artifacts:
+            del told["tokeniser"]
         if self.privacy == Privacy():  # came later: runs that set none of it keep their hash
             del told["privacy"]
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]

@@ -26,7 +26,7 @@ import pandas as pd
 import torch
 from safetensors.torch import load_file
 
-from crossfed.platform import privacy
+from crossfed.platform import privacy, tokeniser
 from crossfed.platform.artifacts import ArtifactStore, default_root
 from crossfed.platform.checkpoint import Checkpoints, read_json, write_json, writing
 from crossfed.platform.config import RunConfig, build
@@ -228,7 +228,7 @@ def _params(config: RunConfig) -> dict[str, Any]:
     """What the tracker shows as the run's parameters."""
     if config.tracking.params is not None:
         return {name: config.config[name] for name in config.tracking.params}
-    return {"config_hash": config.hash()} | config.config
+    return {"config_hash": config.hash()} | tokeniser.parameters(config) | config.config
 
 
 def _track(
@@ -272,17 +272,20 @@ def make_artifacts(config: RunConfig, view: Progress) -> Artifacts:
 
     Item text is public to the run; interactions are not touched here.
     """
-    found: dict[str, dict[str, npt.NDArray[Any]]] = {}
-    if "text" in config.resolved.artifacts:
-        data = PreparedData.open(resolve_data(config))
-        text, store, hits = config.text, ArtifactStore(), []
-        for name in chosen_domains(config, data):
-            told = functools.partial(view.encoding, name)
-            _, vectors, hit = store.ensure_text(data.item_texts(name), text.encoder, text.missing, name, told)
-            found.setdefault(name, {})["text"] = vectors
-            hits.append(f"{name} {len(vectors)} × {vectors.shape[1]}{' (cached)' if hit else ''}")
-        view.note(f"text       {text.encoder}: {', '.join(hits)}")
-    return found
+    wanted = set(config.resolved.artifacts)
+    if not wanted & {"text", tokeniser.SIDS}:
+        return {}
+    data = PreparedData.open(resolve_data(config))
+    texts: dict[str, tuple[str, npt.NDArray[Any]]] = {}
+    text, store, hits = config.text, ArtifactStore(), []
+    for name in chosen_domains(config, data):
+        told = functools.partial(view.encoding, name)
+        path, vectors, hit = store.ensure_text(data.item_texts(name), text.encoder, text.missing, name, told)
+        texts[name] = (path.stem, vectors)
+        hits.append(f"{name} {len(vectors)} × {vectors.shape[1]}{' (cached)' if hit else ''}")
+    view.note(f"text       {text.encoder}: {', '.join(hits)}")
+    found = tokeniser.tokenise(config, texts, view) if tokeniser.SIDS in wanted else {name: {} for name in texts}
+    return {name: ({"text": texts[name][1]} if "text" in wanted else {}) | found[name] for name in texts}
 
 
 def _nodes(config: RunConfig) -> contextlib.AbstractContextManager[Nodes]:
@@ -331,7 +334,11 @@ def _run(
             view.note(f"privacy    {line}")
         nodes.preflight(plan)
         before = time.perf_counter()
-        artifacts = make_artifacts(config, view) if artifacts is None else artifacts
+        if artifacts is None or not tokeniser.fits(config, artifacts):
+            artifacts = make_artifacts(config, view)
+        sids = tokeniser.describe(config, artifacts) if tokeniser.SIDS in config.resolved.artifacts else None
+        if sids:
+            tracker.log(tokeniser.metrics(sids), 0)
         encode, lost = time.perf_counter() - before, 0
         while True:
             try:
@@ -400,7 +407,7 @@ def _run(
         "placement": placement,
         "backend": config.backend,
         "versions": {name: importlib.metadata.version(name) for name in ("crossfed", "torch", "ray", "numpy")},
-    }
+    } | ({"tokeniser": sids} if sids else {})
     write_json(plan.run_dir / RESULT, result)
     with writing(plan.run_dir):
         _artifacts(plan, result, rounds.history.rows(), ledger, tracker, view)
