@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import statistics
 import threading
@@ -242,7 +243,7 @@ class Desk:
             else f"{name} {facts.get('bytes_up' if name == 'bytes' else name)}"
             for name in objectives
         )
-        setting = " ".join(f"{key}={trial.config['run'].config[key]}" for key in self.study.parameters)
+        setting = _setting({key: trial.config["run"].config[key] for key in self.study.parameters})
         held = "" if best is None else f"  (best {number(best.values[0])}, trial {best.number})"
         self.say(
             f"trial {index}  {setting}  {outcome} after {facts['rounds']} rounds, {span(facts['seconds'])}: {values}{held}"
@@ -312,13 +313,29 @@ class Finals(Desk):
         return
 
 
+def _setting(values: Mapping[str, Any]) -> str:
+    """Searched values for reading; rounded."""
+    return " ".join(
+        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()
+    )
+
+
 def final_name(seed: int) -> str:
     """The run directory of a final run."""
     return f"final-seed-{seed}"
 
 
-class _Ask(Searcher):  # type: ignore[misc]
-    """Tune asks for trials here. Nothing of it is saved by Tune: the study's storage holds everything."""
+class _Unsaved:
+    """Tune pickles what it is given in order to restore it; ours is restored from the study's storage instead."""
+
+    desk: Desk
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "desk"}
+
+
+class _Ask(_Unsaved, Searcher):  # type: ignore[misc]
+    """Tune asks for trials here."""
 
     def __init__(self, desk: Desk):
         super().__init__(metric="step", mode="max")
@@ -334,7 +351,7 @@ class _Ask(Searcher):  # type: ignore[misc]
         return
 
 
-class _Judge(FIFOScheduler):  # type: ignore[misc]
+class _Judge(_Unsaved, FIFOScheduler):  # type: ignore[misc]
     """Tune reports rounds and ends here."""
 
     def __init__(self, desk: Desk):
@@ -351,7 +368,7 @@ class _Judge(FIFOScheduler):  # type: ignore[misc]
         self.desk.lost(trial, _cause(trial))
 
 
-class _Halt(tune.Stopper):  # type: ignore[misc]
+class _Halt(_Unsaved, tune.Stopper):  # type: ignore[misc]
     """Stops everything between two rounds when the desk says so, or the time is up."""
 
     def __init__(self, desk: Desk):
@@ -365,6 +382,11 @@ class _Halt(tune.Stopper):  # type: ignore[misc]
         if desk.halt is None and desk.deadline is not None and time.monotonic() > desk.deadline:
             desk.halt = "time budget"
         return desk.halt is not None
+
+
+def _name(trial: Trial) -> str:
+    """A short one: by default Tune writes the whole configuration into a folder's name."""
+    return f"{trial.config['name']}-{trial.trial_id}"
 
 
 def _cause(trial: Trial) -> str:
@@ -417,6 +439,8 @@ def _fit(desk: Desk, count: int, artifacts: Artifacts, finish: Finish | None, wa
             scheduler=_Judge(desk),
             num_samples=count,
             reuse_actors=True,
+            trial_name_creator=_name,
+            trial_dirname_creator=_name,
         ),
         run_config=tune.RunConfig(
             name=f"tune-{int(time.time())}",
@@ -430,6 +454,7 @@ def _fit(desk: Desk, count: int, artifacts: Artifacts, finish: Finish | None, wa
         warnings.simplefilter("ignore")
         tuner.fit()
     desk.stopped()
+    shutil.rmtree(folder / ".tune", ignore_errors=True)  # Tune's own state, which nothing here reads
     if desk.halt == "interrupted":
         raise KeyboardInterrupt
 
@@ -587,8 +612,8 @@ def _finals(
     write_json(kept, {"trial": winner.number, "values": values})
     todo = [seed for seed in seeds if not (study.folder / final_name(seed) / RESULT).is_file()]
     if todo:
-        told = " ".join(f"{key}={value}" for key, value in values.items())
-        view.note(f"winner     trial {winner.number}: {told}; now in full, seeds {', '.join(map(str, todo))}")
+        seeds_told = ", ".join(map(str, todo))
+        view.note(f"winner     trial {winner.number}: {_setting(values)}; now in full, seeds {seeds_told}")
         desk = Finals(study, placed, parent, view.note, _uri(study), todo=todo, values=values)
         _fit(desk, len(todo), artifacts, finish, view.warn)
         if desk.problems:
