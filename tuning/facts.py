@@ -192,7 +192,7 @@ class StudyFacts:
 
     def best(self, index: int = 0) -> TrialFacts | None:
         """The finished trial that is best in one objective; the earliest of equals."""
-        return max(self.scored("finished"), key=lambda t: (self.signs[index] * t.value(index), -t.number), default=None)
+        return max(self.scored("finished"), key=lambda t: self.signs[index] * t.value(index), default=None)
 
     def front(self) -> tuple[TrialFacts, ...]:
         """Finished trials that no other finished trial dominates, ordered by the first objective."""

@@ -22,7 +22,6 @@ from rich.text import Text
 from crossfed.platform.progress import number, span
 from crossfed.platform.seam import CrossfedError
 from crossfed.tuning.facts import STATUSES, Importance, StudyFacts, TrialFacts, importance, setting, value_text, wrapped
-from crossfed.tuning.figures import save_figures as save_figures
 
 
 @dataclass(frozen=True, slots=True)

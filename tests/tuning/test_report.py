@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import math
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from crossfed.tuning.figures import (
     parallel_coordinates,
     pareto_front,
     rounds_run,
+    save_figures,
     sensitivity,
     slices,
 )
@@ -44,13 +46,16 @@ DEPTH = IntDistribution(1, 4)
 
 
 @pytest.fixture(autouse=True)
-def _strict(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Nothing may reach the user: no warning, no log line."""
+def _strict(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Nothing may reach the user: no warning, no log line of Optuna's."""
+    log = logging.getLogger("optuna")
+    log.addHandler(caplog.handler)
     optuna.logging.set_verbosity(optuna.logging.INFO)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
-    assert capfd.readouterr().err == ""
+    log.removeHandler(caplog.handler)
+    assert not caplog.records
 
 
 def new_study(
@@ -311,8 +316,8 @@ def test_a_parameter_with_one_value_is_left_out_and_named() -> None:
 
 
 def test_categories_ascend_and_infinity_stands_last() -> None:
-    scale = Scale([math.inf, 5, 0.1, 1.0], category=True)
-    assert scale.ticks() == [(0.0, "0.1"), (1.0, "1"), (2.0, "5"), (3.0, "∞")]
+    scale = Scale([math.inf, 5, 0.1, 10.0], category=True)
+    assert scale.ticks() == [(0.0, "0.1"), (1.0, "5"), (2.0, "10"), (3.0, "∞")]
     assert [scale.place(value) for value in (math.inf, 0.1)] == [3.0, 0.0]
     mixed = Scale(["xavier", None, 3, True, "normal"], category=True)
     assert [name for _, name in mixed.ticks()] == ["3", "None", "True", "normal", "xavier"]
@@ -524,7 +529,7 @@ def test_sensitivity_is_the_mean_over_finished_trials_per_domain() -> None:
 
 def test_sensitivity_to_a_continuous_parameter_gathers_neighbours() -> None:
     study = new_study()
-    for number in range(15):
+    for number in np.random.default_rng(0).permutation(15).tolist():
         lr = 10 ** (-4 + 0.2 * number)
         add(study, "finished", number, {"lr": lr}, {"lr": LR}, domains={"A": float(number)})
     figure = sensitivity(study, "lr")
@@ -559,7 +564,7 @@ def test_rounds_run_beside_the_most() -> None:
 def test_files_have_stable_names(tmp_path: Path) -> None:
     names = ["optimisation_history", "parallel_coordinates", "importance", "rounds"]
     names += ["slice_tau_a", "slice_K", "sensitivity_tau_a", "sensitivity_K"]
-    paths = report.save_figures(small(), tmp_path / "figures")
+    paths = save_figures(small(), tmp_path / "figures")
     assert paths == [tmp_path / "figures" / f"{name}.png" for name in names]
     for path in paths:
         assert path.read_bytes().startswith(b"\x89PNG")
@@ -602,7 +607,7 @@ EDGES = ["empty", "one trial", "all failed", "none finished", "equal values", "n
 @pytest.mark.parametrize("case", EDGES)
 def test_nothing_breaks_at_the_edges(case: str, tmp_path: Path) -> None:
     study = edge(case)
-    written = {path.stem for path in report.save_figures(study, tmp_path)}
+    written = {path.stem for path in save_figures(study, tmp_path)}
     assert {"optimisation_history", "importance"} <= written
     scored = case not in ("empty", "all failed", "waiting")
     assert ("parallel_coordinates" in written) is scored
@@ -669,11 +674,12 @@ def test_the_best_of_every_objective() -> None:
     study = new_study(("domain:A", "bytes"), ("maximize", "minimize"))
     add(study, "finished", (0.1, 4000.0), {"flag": True}, {"flag": CategoricalDistribution((True, None))}, paper=True)
     add(study, "finished", (0.1, 1000.0), {"flag": None}, {"flag": CategoricalDistribution((True, None))})
-    add(study, "pruned", (0.2, 10.0), {"flag": None}, {"flag": CategoricalDistribution((True, None))})
+    for cost in (10.0, 9000.0):
+        add(study, "pruned", (0.2, cost), {"flag": None}, {"flag": CategoricalDistribution((True, None))})
     assert report.best_lines(study) == [
         "Best domain:A: 0.1000, trial 0, the paper's setting",
         "  --set flag=true",
-        "  Stopped with more than that, and not counted: trial 2 (0.2000 after 3 rounds).",
+        "  Stopped with more than that, and not counted: trial 2 (0.2000 after 3 rounds), 3 (0.2000 after 3 rounds).",
         "Best bytes: 1 kB, trial 1",
         "  --set flag=null",
         "  The paper's setting: 4 kB, trial 0; the best is 75.0 % lower.",
@@ -709,6 +715,14 @@ def test_a_narrow_terminal_drops_columns_and_says_which() -> None:
     assert "Left out for want of width: A, B, time." in narrow.replace("\n", " ")
     assert all(len(line) <= 60 for line in narrow.splitlines())
     assert "│   * 0 │ finished │       0.1000 │     1 │ 50 │ 10 / 10 │" in narrow
+
+
+def test_the_best_row_is_bold_in_a_terminal() -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="standard")
+    with console.capture() as captured:
+        console.print(report.trials_table(small()))
+    bold = [line for line in captured.get().splitlines() if "\x1b[1m" in line and "finished" in line]
+    assert len(bold) == 1 and "0.3000" in bold[0]
 
 
 def test_names_cannot_break_a_markdown_table() -> None:
@@ -789,5 +803,5 @@ def test_budgets_that_do_not_compare_are_refused(change: dict[str, str], words: 
 
 
 def test_pyplot_is_not_imported() -> None:
-    code = "import sys, crossfed.tuning.report; print('matplotlib.pyplot' in sys.modules, 'ray' in sys.modules)"
+    code = "import sys, crossfed.tuning.figures, crossfed.tuning.report; print('matplotlib.pyplot' in sys.modules, 'ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False False\n"
