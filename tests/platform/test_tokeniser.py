@@ -392,7 +392,7 @@ def test_two_workers_agree_with_one_and_an_interrupted_training_goes_on(
     """Each of two workers takes half of every batch: rounding and the regularisers' batches differ, the error hardly.
 
     The checkpoint that a training of the same key has left is where the next one goes on: one that is edited by hand, and is
-    one epoch from its end, gives codewords near the edited ones.
+    one epoch from its end, keeps what was edited.
     """
     from crossfed.platform import ray_tokeniser
     from crossfed.platform.config import Resources
@@ -416,7 +416,7 @@ def test_two_workers_agree_with_one_and_an_interrupted_training_goes_on(
     saved = checkpoint.load(kept / "training")
     assert saved["done"] == 10
     saved["done"] = 9
-    saved["model"]["codebooks"] += 100
+    saved["model"]["up_to.bias"] += 100
     checkpoint.save(kept / "training", saved)
     again = ray_tokeniser.train(one, x, tmp_path, "key1", Resources())
-    assert float((again["codebooks"] - states[1]["codebooks"]).median()) == pytest.approx(100, abs=1)
+    assert float((again["up_to.bias"] - states[1]["up_to.bias"]).median()) == pytest.approx(100, abs=1)
