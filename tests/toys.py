@@ -33,6 +33,7 @@ class Config(MethodConfig):
     step: float = 0.5
     patience: int | None = None
     marker: str = ""
+    fault: str = "none"
     noise: float = 0.5
     count: int = 2
     apart: bool = False
@@ -277,3 +278,43 @@ DIES_ONCE = _method(
 )
 WHISPER = _whispers("whisper", whisper)
 WHISPER_DIES = _whispers("whisper_dies", _whisper_or_die)
+
+
+# -- for searches --------------------------------------------------------------------------------------------------
+
+
+def _fail(state: Toy, inbox: Mapping, ctx: Context) -> Out:
+    """Drift; in the second round do what `fault` says."""
+    import os
+
+    if ctx.round == 2 and state.config.fault == "nan":
+        state.x = np.full_like(state.x, np.nan)
+        return Out()
+    if ctx.round == 2 and state.config.fault == "raise":
+        raise RuntimeError("the toy breaks")
+    if ctx.round == 2 and state.config.fault == "die":
+        os._exit(1)
+    state.x = state.x + np.float32(state.config.step)
+    return Out(metrics={"x": float(state.x[0])})
+
+
+FRAGILE = _method("fragile", lambda c: (Stage("walk", c.rounds, (Phase(_fail),)),), server=False)
+
+
+def _trap(config: Config, ctx: Context) -> Toy:
+    """A domain that cannot read its test split."""
+    from crossfed.platform.nodes import Node
+
+    if ctx.data is not None:
+        load = Node.load
+
+        def guarded(self: Node, part: str) -> Any:
+            if part == "test":
+                raise RuntimeError("the test split was read")
+            return load(self, part)
+
+        Node.load = guarded  # type: ignore[method-assign]
+    return Toy(config, ctx)
+
+
+TRAPPED = replace(AVERAGE, name="trapped", init_domain=_trap)

@@ -118,45 +118,44 @@ def grace_rounds(search: Search, config: RunConfig) -> int:
 
 
 def make_sampler(search: Search, number: int) -> optuna.samplers.BaseSampler:
-    """The sampler for trial `number`, with every argument pinned.
+    """The sampler for trial `number`, with every argument pinned that matters.
 
     It is made anew for each trial, seeded by the study's seed and the number, so that a resumed study draws as an uninterrupted
     one does; what it has learnt is in the storage.
     """
     seed = search.seed * 1_000_003 + number
     startup = search.startup or max(1, min(10, search.trials // 3))
-    if search.sampler == "tpe":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return optuna.samplers.TPESampler(
-                prior_weight=1.0,
-                n_startup_trials=startup,
-                n_ei_candidates=24,
-                multivariate=True,
-                group=True,  # parameters that only some trials have
-                warn_independent_sampling=False,
-                constant_liar=True,  # trials that run at the same time do not crowd one point
-                seed=seed,
-            )
-    if search.sampler == "gp":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return optuna.samplers.GPSampler(
-                n_startup_trials=startup, deterministic_objective=False, warn_independent_sampling=False, seed=seed
-            )
-    if search.sampler == "cmaes":
-        return optuna.samplers.CmaEsSampler(
-            n_startup_trials=1, warn_independent_sampling=False, consider_pruned_trials=True, seed=seed
-        )
-    if search.sampler == "nsgaii":
-        return optuna.samplers.NSGAIISampler(
-            population_size=min(50, max(4, search.trials // 4)), crossover_prob=0.9, swapping_prob=0.5, seed=seed
-        )
-    if search.sampler == "nsgaiii":
-        return optuna.samplers.NSGAIIISampler(
-            population_size=min(50, max(4, search.trials // 4)), crossover_prob=0.9, swapping_prob=0.5, seed=seed
-        )
-    return optuna.samplers.RandomSampler(seed=seed)  # "random"; a grid hands out its points itself
+    population = min(50, max(4, search.trials // 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        match search.sampler:
+            case "tpe":
+                return optuna.samplers.TPESampler(
+                    n_startup_trials=startup,
+                    n_ei_candidates=24,
+                    multivariate=True,
+                    group=True,  # parameters that only some trials have
+                    constant_liar=True,  # trials that run at the same time do not crowd one point
+                    seed=seed,
+                )
+            case "gp":
+                return optuna.samplers.GPSampler(
+                    n_startup_trials=startup, deterministic_objective=False, warn_independent_sampling=False, seed=seed
+                )
+            case "cmaes":
+                return optuna.samplers.CmaEsSampler(
+                    n_startup_trials=1, warn_independent_sampling=False, consider_pruned_trials=True, seed=seed
+                )
+            case "nsgaii":
+                return optuna.samplers.NSGAIISampler(
+                    population_size=population, crossover_prob=0.9, swapping_prob=0.5, seed=seed
+                )
+            case "nsgaiii":
+                return optuna.samplers.NSGAIIISampler(
+                    population_size=population, crossover_prob=0.9, swapping_prob=0.5, dividing_parameter=3, seed=seed
+                )
+            case "random" | "grid":  # a grid's points are handed out by the study
+                return optuna.samplers.RandomSampler(seed=seed)
 
 
 def make_pruner(search: Search, grace: int) -> optuna.pruners.BasePruner:
@@ -359,7 +358,7 @@ class Study:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a trial that went back to its last commit reports some rounds again
             trial.report(value, step)
-        return trial.should_prune()
+        return bool(trial.should_prune())
 
     def finish(self, number: int, facts: Mapping[str, Any]) -> list[float]:
         """A trial ran to its end; returns its value of every objective."""

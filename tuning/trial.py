@@ -81,7 +81,7 @@ class FederationTrial(tune.Trainable):  # type: ignore[misc]
         except Stopped:
             return
         except CrossfedError as error:
-            self._rows.put({"done": True, "failed": str(error)})
+            self._rows.put({"done": True, "step": 0, "failed": str(error)})
         except Exception as error:  # raised again in `step`, where Tune counts it against the retries
             self._rows.put(error)
 

@@ -1,0 +1,300 @@
+"""Whole searches on a real Ray, a real Optuna storage and a real MLflow store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from crossfed.platform.checkpoint import read_json
+from crossfed.platform.config import RunConfig, build
+from crossfed.platform.evaluation.final import test_once as final_test
+from crossfed.platform.run import run_federation
+from crossfed.platform.seam import CrossfedError
+from crossfed.tuning.search import go_on, slots, start, tune_all
+from crossfed.tuning.study import Search, Study
+
+pytestmark = pytest.mark.timeout(600)
+NODES = ("server", "books", "films", "games")
+
+
+def base(
+    out: Path, shops: Path, method: str, *sets: str, backend: str = "inprocess", tracking: bool = False
+) -> RunConfig:
+    values = {"data": shops, "out": out, "backend": backend, "tracking.enabled": tracking}
+    return build(method, sets=["rounds=3", *sets], values=values)
+
+
+def machine(cpus: float, gpus: float = 0) -> dict[str, Any]:
+    return {"Alive": True, "Resources": {"CPU": cpus, "GPU": gpus}}
+
+
+def test_a_study_survives_what_its_trials_do(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
+    """NaN, an exception, a process that dies: each is one failed trial with its reason, in Optuna and in MLflow."""
+    from mlflow import MlflowClient
+
+    search = Search(
+        name="faults", trials=4, sampler="grid", pruner="none", seeds=2, concurrent=2, retries=1,
+        changes={"fault": ["none", "nan", "raise", "die"]},
+    )  # fmt: skip
+    found = start(search, base(tmp_path, shops, "toys:FRAGILE", tracking=True), finish=final_test)
+    trials = {trial.params["fault"]: trial for trial in found.study.optuna.trials}
+    assert {fault: trial.state for fault, trial in trials.items()} == {
+        "none": TrialState.COMPLETE, "nan": TrialState.FAIL, "raise": TrialState.FAIL, "die": TrialState.FAIL,
+    }  # fmt: skip
+    assert "NaN" in trials["nan"].user_attrs["reason"]
+    assert trials["raise"].user_attrs["reason"] == "RuntimeError: the toy breaks"
+    assert "died" in trials["die"].user_attrs["reason"]
+    assert found.summary["outcomes"] == {"finished": 1, "failed": 3}
+    assert found.summary["winner"] == {"trial": 0, "config": {"fault": "none"}, "values": trials["none"].values}
+
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("crossfed")
+    assert experiment is not None
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    parent = runs.pop("faults")
+    assert parent.info.status == "FINISHED"
+    assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
+    assert {run.data.tags["role"] for name, run in runs.items() if name.startswith("final")} == {"final"}
+    outcome = {
+        run.data.params["fault"]: (run.info.status, run.data.tags["outcome"])
+        for name, run in runs.items()
+        if name.startswith("trial")
+    }
+    assert outcome == {
+        "none": ("FINISHED", "finished"), "nan": ("FAILED", "failed"), "raise": ("FAILED", "failed"), "die": ("FAILED", "failed"),
+    }  # fmt: skip
+    assert all(run.data.params.keys() == {"fault"} for run in runs.values())  # only what was searched
+    assert {"optimisation_history.png", "slice_fault.png"} <= {
+        Path(file.path).name for file in client.list_artifacts(parent.info.run_id, "figures")
+    }
+    for seed in (0, 1):  # the test split was read in the final runs, once each, and never in a trial
+        assert "test" in read_json(found.study.folder / f"final-seed-{seed}/result.json")["domains"]["books"]
+    assert "test" not in read_json(found.study.folder / "trial-0000/result.json")["domains"]["books"]
+
+
+def test_a_study_is_tuned_without_the_test_split(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
+    config = base(tmp_path, shops, "toys:TRAPPED")
+    given = {"trials": 3, "changes": {"step": {"low": 0.1, "high": 1.0}}, "concurrent": 2}
+    found = start(Search(name="blind", seeds=0, **given), config, finish=final_test)
+    assert found.summary["outcomes"].get("finished", 0) >= 1 and found.summary["finals"] == {}
+    with pytest.raises(CrossfedError, match="RuntimeError: the test split was read"):  # the trap works
+        start(Search(name="seeing", seeds=1, retries=0, **given), config, finish=final_test)
+
+
+def test_trials_are_runs_unchanged_and_share_their_processes(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
+    config = base(tmp_path, shops, "toys:AVERAGE", backend="ray")
+    search = Search(name="s", trials=2, seeds=0, pruner="none", changes={"step": [0.5, 0.9]}, sampler="grid")
+    found = start(search, config)
+    alone = run_federation(base(tmp_path, shops, "toys:AVERAGE", "step=0.9"))
+    trials = [read_json(found.study.folder / f"trial-{number:04d}/result.json") for number in (0, 1)]
+    assert [trial["config"]["step"] for trial in trials] == [0.5, 0.9]
+    for key in ("domains", "bytes", "candidates"):
+        assert trials[1][key] == alone.result[key]
+    pids = [{name: row["pid"] for name, row in trial["placement"].items()} for trial in trials]
+    assert pids[0] == pids[1] and len(set(pids[0].values())) == 4
+    facts = found.study.optuna.trials[1].user_attrs
+    assert facts["rounds"] == 3 and facts["bytes_up"] == sum(alone.result["bytes"]["up"].values())
+
+
+def test_more_trials_replace_the_winners_final_runs_only_where_they_win(
+    shops: Path, tmp_path: Path, ray_cluster: None
+) -> None:
+    config = base(tmp_path, shops, "toys:AVERAGE")
+    search = Search(name="s", trials=2, seeds=1, pruner="none", changes={"step": {"low": 0.1, "high": 1.0}})
+    first = start(search, config, finish=final_test)
+    study = Study.open(first.study.folder)
+    study.extend(2)
+    second = go_on(study, finish=final_test)
+    assert sum(second.summary["outcomes"].values()) == 4
+    assert second.summary["winner"]["values"][0] >= first.summary["winner"]["values"][0]
+    moved = list(study.folder.glob("final-seed-0-of-trial-*"))
+    assert len(moved) == (first.summary["winner"]["trial"] != second.summary["winner"]["trial"])
+
+
+def test_tuning_several_methods_alike(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
+    from crossfed.platform.progress import make_progress
+
+    asked = {
+        name: (
+            Search(name=f"all-{name}", trials=2, seeds=2, changes={"step": [0.5, 0.9]}),
+            base(tmp_path, shops, f"toys:{name}"),
+        )
+        for name in ("AVERAGE", "TWO_STAGES")
+    }
+    table = tune_all(asked, tmp_path / "all", finish=final_test, view=make_progress("quiet"))
+    text = (tmp_path / "all/budget.md").read_text()
+    assert "toys:AVERAGE" in text and "toys:TWO_STAGES" in text and "±" in text
+    assert table.csv() == (tmp_path / "all/budget.csv").read_text()
+
+
+def test_objectives_must_exist(shops: Path, tmp_path: Path) -> None:
+    config, changes = base(tmp_path, shops, "toys:AVERAGE"), {"step": [0.5, 0.9]}
+    with pytest.raises(CrossfedError, match="names no domain of this run; it has books, films, games"):
+        start(Search(name="a", objectives=("domain:toys",), changes=changes), config)
+    with pytest.raises(CrossfedError, match="epsilon needs a method that perturbs what it sends"):
+        start(Search(name="b", objectives=("mean", "epsilon"), pruner="none", changes=changes), config)
+    assert not (tmp_path / "a").exists()
+
+
+# -- placement -----------------------------------------------------------------------------------------------------
+
+
+def gpu_base(tmp_path: Path, shops: Path, *sets: str) -> RunConfig:
+    return base(tmp_path, shops, "toys:AVERAGE", "resources.gpus_per_domain=0.5", *sets, backend="ray")
+
+
+def test_a_cluster_is_divided_among_trials(shops: Path, tmp_path: Path) -> None:
+    plain = base(tmp_path, shops, "toys:AVERAGE", backend="ray")
+    two_cores = slots(plain, NODES, None, [machine(2)])
+    assert (two_cores.at_once, two_cores.bundles) == (1, ({}, *[{"CPU": 0.5}] * 4))
+    both = slots(plain, NODES, 2, [machine(2)])
+    assert (both.at_once, both.cpus, both.bundles[1]) == (2, 1.0, {"CPU": 0.25})
+    assert slots(plain, NODES, None, [machine(16)] * 2).at_once == 8
+    assert slots(plain, NODES, None, [machine(64, 8)]).at_once == 2  # eight GPUs, one per domain
+    assert slots(base(tmp_path, shops, "toys:AVERAGE"), NODES, None, [machine(2)]).at_once == 2
+
+
+def test_gpu_fractions_decide_how_many_trials_run(shops: Path, tmp_path: Path) -> None:
+    half = gpu_base(tmp_path, shops)
+    assert slots(half, NODES, None, [machine(16, 2)]).at_once == 1  # 1.5 of 2 GPUs; another trial needs 1.5 more
+    assert slots(half, NODES, None, [machine(16, 3)]).at_once == 2
+    explicit = gpu_base(tmp_path, shops, "resources.cpus_per_domain=1", "resources.cpus_server=1")
+    slots(explicit, NODES, None, [machine(4, 2)])
+    with pytest.raises(CrossfedError, match=r"needs 5 CPUs \(server 1, books 1, films 1, games 1, toys 1\) .* 1 short"):
+        slots(explicit, (*NODES, "toys"), None, [machine(4, 2)])
+    with pytest.raises(CrossfedError, match=r"needs 2.5 GPUs .* has 2: 0.5 short"):
+        slots(half, (*NODES, "toys", "music"), None, [machine(16, 2)])
+    with pytest.raises(CrossfedError, match=r"share of 0.6 fits 1 times on one GPU .* the cluster has 2"):
+        slots(gpu_base(tmp_path, shops, "resources.gpus_per_domain=0.6"), NODES, None, [machine(16, 2)])
+
+
+INVENTED = """
+import json, sys, time
+import ray
+from pathlib import Path
+from crossfed.platform.config import build
+from crossfed.platform.seam import CrossfedError
+from crossfed.tuning.search import start
+from crossfed.tuning.study import Search
+
+shops, out = sys.argv[1:]
+ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
+sets = ["rounds=4", "resources.cpus_per_domain=1", "resources.cpus_server=1", "resources.gpus_per_domain=0.5"]
+values = {"data": shops, "out": out, "tracking.enabled": False, "backend": "ray", "resources.device": "cpu"}
+config = build("toys:AVERAGE", sets=sets, values=values)
+start(Search(name="gpus", trials=3, seeds=0, pruner="none", changes={"step": {"low": 0.1, "high": 1.0}}), config)
+began = time.monotonic()
+try:
+    start(Search(name="more", trials=1, seeds=0, changes={"step": [0.5]}),
+          config.model_copy(update={"resources": config.resources.model_copy(update={"cpus_server": 2.0})}))
+except CrossfedError as error:
+    print("refused:", error, time.monotonic() - began)
+"""
+
+
+@pytest.mark.slow
+def test_invented_gpus_run_one_trial_at_a_time(shops: Path, tmp_path: Path) -> None:
+    script = tmp_path / "invented.py"
+    script.write_text(INVENTED)
+    done = subprocess.run(
+        [sys.executable, str(script), str(shops), str(tmp_path)],
+        capture_output=True, text=True, timeout=400, env={**os.environ, "RAY_AUTH_MODE": "disabled"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "needs 5 CPUs" in done.stdout and "has 4: 1 short" in done.stdout
+    assert float(done.stdout.split()[-1]) < 10
+    ends, begins = [], []
+    for number in range(3):
+        folder = tmp_path / f"gpus/trial-{number:04d}"
+        rows = read_json(folder / "placement.json")
+        assert all(len(rows[name]["gpu_ids"]) == 1 and rows[name]["gpus"] == 0.5 for name in NODES[1:])
+        assert rows["server"]["gpu_ids"] == []
+        begins.append((folder / "config.yaml").stat().st_mtime)
+        ends.append((folder / "result.json").stat().st_mtime)
+    assert all(begin >= end for begin, end in zip(sorted(begins)[1:], sorted(ends), strict=False))
+
+
+# -- interruptions -------------------------------------------------------------------------------------------------
+
+
+def command(*words: str) -> list[str]:
+    return [str(Path(sys.executable).with_name("crossfed")), "tune", *words]
+
+
+def states(folder: Path) -> dict[int, str]:
+    storage = f"sqlite:///{folder / 'optuna.db'}"
+    return {
+        trial.number: trial.state.name for trial in optuna.load_study(study_name=folder.name, storage=storage).trials
+    }
+
+
+def started(folder: Path, arguments: list[str], *, finished: int, log: Path) -> subprocess.Popen[str]:
+    """A study, once so many of its trials have finished and another is in the middle."""
+    with log.open("w") as file:
+        process = subprocess.Popen(arguments, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()
+        results = list(folder.glob("trial-*/result.json"))
+        running = [path for path in folder.glob("trial-*/history.jsonl") if not (path.parent / "result.json").exists()]
+        if len(results) >= finished and running:
+            return process
+        time.sleep(0.1)
+    raise AssertionError(log.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_study_that_was_ended_goes_on(shops: Path, tmp_path: Path, how: signal.Signals) -> None:
+    from mlflow import MlflowClient
+
+    arguments = command(
+        "toys:AVERAGE", "--data", str(shops), "--trials", "5", "--study", "s", "--out", str(tmp_path), "--pruner", "none",
+        "--search", "step={low: 0.1, high: 1.0}", "--set", "rounds=30", "--concurrent", "2", "--backend", "inprocess",
+    )  # fmt: skip
+    folder = tmp_path / "s"
+    process = started(folder, arguments, finished=1, log=tmp_path / "log")
+    process.send_signal(how)
+    code = process.wait(timeout=120)
+    assert code == (-9 if how == signal.SIGKILL else 130)
+    before = {path.parent.name: path.read_bytes() for path in folder.glob("trial-*/result.json")}
+    assert "RUNNING" in states(folder).values()
+
+    resumed = subprocess.run(
+        command("resume", "s", "--out", str(tmp_path)), capture_output=True, text=True, timeout=400, check=False
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert states(folder) == dict.fromkeys(range(5), "COMPLETE")
+    assert "goes on from its last committed round" in resumed.stdout
+    assert all(
+        (folder / name / "result.json").read_bytes() == content for name, content in before.items()
+    )  # not run again
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("crossfed")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    assert sorted(run.info.run_name for run in runs) == sorted(
+        ["s", "final-seed-0", *(f"trial-{n:04d}" for n in range(5))]
+    )
+    assert {run.info.status for run in runs} == {"FINISHED"}
+
+    extended = subprocess.run(
+        command("extend", "s", "--trials", "2", "--out", str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert extended.returncode == 0, extended.stderr
+    assert states(folder) == dict.fromkeys(range(7), "COMPLETE")
+    assert json.loads((folder / "study.json").read_text())["outcomes"] == {"finished": 7}

@@ -1,0 +1,212 @@
+"""A study's books: settings, the first trial, what survives a killed process, the stopping rules. No Ray here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+from pydantic import ValidationError
+
+from crossfed.platform.config import RunConfig, build
+from crossfed.platform.seam import CrossfedError
+from crossfed.tuning.study import Search, Study, find_study, grace_rounds, make_sampler, quality, total_rounds
+
+SPACE = {"step": {"low": 0.1, "high": 1.0}, "dim": [2, 3, 4]}
+FACTS = {"domains": {"books": 0.2, "films": 0.4}, "rounds": 4, "bytes_up": 100}
+
+
+def base(out: Path, method: str = "toys:AVERAGE", *sets: str) -> RunConfig:
+    return build(method, sets=sets, values={"out": out, "tracking.enabled": False})
+
+
+def make(out: Path, method: str = "toys:AVERAGE", sets: tuple[str, ...] = (), **search: Any) -> Study:
+    given = {"name": "s", "trials": 6, "changes": SPACE, "pruner": "none"} | search
+    return Study.create(Search(**given), base(out, method, *sets), "shops")
+
+
+def run_all(study: Study) -> list[dict[str, Any]]:
+    """Ask for every trial and give it a value that grows with `step`."""
+    asked = []
+    while (task := study.next()) is not None:
+        asked.append(task.values)
+        value = task.values.get("step", 0.5)
+        study.finish(task.number, FACTS | {"domains": {"books": value, "films": value}})
+    return asked
+
+
+def test_the_first_trial_is_the_papers_setting(tmp_path: Path) -> None:
+    study = make(tmp_path, sets=("step=0.7",))
+    first = study.next()
+    assert first is not None and first.values == {"step": 0.7, "dim": 3}
+    assert study.optuna.trials[0].user_attrs["paper"] is True
+    second = study.next()
+    assert second is not None and second.number == 1 and "paper" not in study.optuna.trials[1].user_attrs
+
+
+def test_a_first_value_is_added_to_choices_and_refused_outside_a_range(tmp_path: Path) -> None:
+    study = make(tmp_path, changes={"dim": [2, 4]})
+    task = study.next()
+    assert task is not None and task.values == {"dim": 3}
+    with pytest.raises(CrossfedError, match=r"step=0\.5, the value of the first trial, lies outside 0\.6 to 1"):
+        make(tmp_path, name="t", changes={"step": {"low": 0.6, "high": 1.0}})
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random", "cmaes", "nsgaii", "nsgaiii", "gp"])
+def test_every_sampler_runs_and_draws_the_same_after_an_interruption(tmp_path: Path, sampler: str) -> None:
+    straight = run_all(make(tmp_path / "a", sampler=sampler, trials=7))
+    assert len(straight) == 7
+    study = make(tmp_path / "b", sampler=sampler, trials=7)
+    halves = []
+    for _ in range(4):
+        task = study.next()
+        assert task is not None
+        halves.append(task.values)
+        value = task.values["step"]
+        study.finish(task.number, FACTS | {"domains": {"books": value, "films": value}})
+    halves += run_all(Study.open(study.folder))
+    assert halves == straight
+
+
+def test_samplers_are_pinned() -> None:
+    sampler = make_sampler(Search(name="s", trials=12, seed=3), number=5)
+    assert isinstance(sampler, optuna.samplers.TPESampler)
+    assert sampler._n_startup_trials == 4  # a third of 12
+    assert (sampler._multivariate, sampler._group, sampler._constant_liar) == (True, True, True)
+
+
+def test_a_grid_visits_every_point_once_and_ends(tmp_path: Path) -> None:
+    changes = {"dim": [2, 3], "K": [1, 2, 3], "step": None}
+    asked = run_all(make(tmp_path, sampler="grid", trials=20, changes=changes))
+    assert asked[0] == {"dim": 3, "K": 2}
+    assert sorted((point["dim"], point["K"]) for point in asked) == [(d, k) for d in (2, 3) for k in (1, 2, 3)]
+    with pytest.raises(CrossfedError, match=r"a grid needs values, but step is the range 0\.1 to 1"):
+        make(tmp_path, name="t", sampler="grid")
+
+
+def test_a_conditional_parameter_is_asked_for_where_it_is_active(tmp_path: Path) -> None:
+    changes = {"dim": [2, 3, 4], "step": {"low": 0.1, "high": 1.0, "when": {"dim": [2, 4]}}}
+    asked = run_all(make(tmp_path, trials=15, changes=changes, sampler="random"))
+    assert asked[0] == {"dim": 3}
+    assert {point["dim"] for point in asked} == {2, 3, 4}
+    assert all(("step" in point) == (point["dim"] != 3) for point in asked)
+    with pytest.raises(CrossfedError, match="depend on each other"):
+        make(
+            tmp_path,
+            name="t",
+            changes={"dim": {"values": [2], "when": {"K": [2]}}, "K": {"values": [2], "when": {"dim": [2]}}},
+        )
+
+
+def test_an_interrupted_trial_keeps_its_number_and_values(tmp_path: Path) -> None:
+    study = make(tmp_path)
+    first, second = study.next(), study.next()
+    assert first is not None and second is not None
+    study.finish(first.number, FACTS)
+    study.report(second.number, 1, 0.3)
+    del study  # the process dies here
+
+    again = Study.open(tmp_path / "s")
+    assert again.left() == 5  # the one left running and four new ones
+    task = again.next()
+    assert task is not None
+    assert (task.number, task.values, task.again) == (1, second.values, True)
+    assert again.report(1, 1, 0.3) is False  # a round run again after a roll-back is no new report
+    again.finish(1, FACTS)
+    assert len(run_all(again)) == 4
+    assert [trial.state for trial in again.optuna.trials] == [TrialState.COMPLETE] * 6
+    assert [trial.number for trial in again.optuna.trials] == list(range(6))
+
+
+def test_extending_adds_so_many_trials(tmp_path: Path) -> None:
+    study = make(tmp_path, trials=3)
+    run_all(study)
+    again = Study.open(study.folder)
+    assert again.next() is None
+    again.extend(4)
+    assert len(run_all(Study.open(study.folder))) == 4
+
+
+def test_asha_stops_by_rounds_and_not_within_the_grace_period(tmp_path: Path) -> None:
+    study = make(tmp_path, sets=("rounds=16",), pruner="asha", grace=4, reduction=2)
+    good, bad, better = study.next(), study.next(), study.next()
+    assert good is not None and bad is not None and better is not None
+    assert [study.report(good.number, step, 0.5) for step in range(1, 17)] == [False] * 16
+    assert [study.report(bad.number, step, 0.4) for step in range(1, 5)] == [False, False, False, True]
+    assert [study.report(better.number, step, 0.6) for step in range(1, 9)] == [False] * 8
+    study.finish(good.number, FACTS)
+    study.prune(bad.number, FACTS)
+    assert study.optuna.trials[bad.number].state == TrialState.PRUNED
+    assert study.optuna.trials[bad.number].value == 0.4  # what the sampler learns from it
+    best = study.best()
+    assert best is not None and best.number == good.number
+
+
+def test_the_median_rule_stops_what_lies_below_it(tmp_path: Path) -> None:
+    study = make(tmp_path, sets=("rounds=6",), pruner="median", grace=2)
+    for value in (0.5, 0.6, 0.7, 0.8):
+        task = study.next()
+        assert task is not None
+        assert not any(study.report(task.number, step, value) for step in range(1, 7))
+        study.finish(task.number, FACTS)
+    task = study.next()
+    assert task is not None
+    assert [study.report(task.number, step, 0.1) for step in range(1, 4)] == [False, True, True]
+
+
+def test_the_grace_period_covers_the_first_of_several_stages(tmp_path: Path) -> None:
+    two, one = base(tmp_path, "toys:TWO_STAGES"), base(tmp_path, "toys:AVERAGE", "rounds=16")
+    assert (total_rounds(two), grace_rounds(Search(name="s"), two)) == (16, 5)
+    assert grace_rounds(Search(name="s", reduction=2), one) == 2
+    assert grace_rounds(Search(name="s", grace=7), two) == 7
+
+
+def test_objectives() -> None:
+    domains = {"books": 0.2, "films": 0.4}
+    assert quality("mean", domains) == pytest.approx(0.3)
+    assert quality("worst", domains) == 0.2
+    assert quality("domain:films", domains) == 0.4
+
+
+def test_several_objectives_are_told_in_order(tmp_path: Path) -> None:
+    study = make(tmp_path, objectives=("worst", "bytes"), sampler="nsgaii")
+    task = study.next()
+    assert task is not None
+    assert study.report(task.number, 1, 0.1) is False
+    assert study.finish(task.number, FACTS) == [0.2, 100.0]
+    assert study.optuna.directions == [optuna.study.StudyDirection.MAXIMIZE, optuna.study.StudyDirection.MINIMIZE]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"objectives": ("median",)}, "none of mean, worst"),
+        ({"objectives": ("bytes",)}, "the first objective must be a quality"),
+        ({"objectives": ("mean", "mean")}, "occurs twice"),
+        ({"objectives": ("mean", "bytes"), "pruner": "asha"}, "use pruner none"),
+        ({"objectives": ("mean", "bytes"), "sampler": "cmaes"}, "takes one objective"),
+        ({"name": "../x"}, "pattern"),
+    ],
+)
+def test_wrong_settings_are_named(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        Search(**({"name": "s", "pruner": "none"} | given))
+
+
+def test_a_study_is_made_once_and_found_by_name(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    with pytest.raises(CrossfedError, match=r"There is a study s in .* already; crossfed tune resume s"):
+        make(tmp_path)
+    assert find_study("s", tmp_path) == made.folder
+    with pytest.raises(CrossfedError, match=r"no study 'z' in .*; known: s"):
+        find_study("z", tmp_path)
+    with pytest.raises(CrossfedError, match="declares nothing to search"):
+        make(tmp_path, name="u", changes={})
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    study = make(tmp_path)
+    with study.locked(), pytest.raises(CrossfedError, match="is being run by another process"), study.locked():
+        pass
