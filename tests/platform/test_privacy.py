@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import toys
 from crossfed.platform.cli import app
 from crossfed.platform.config import Privacy, RunConfig, build
-from crossfed.platform.nodes import Sent
+from crossfed.platform.nodes import InProcess, NodeLost, Sent
 from crossfed.platform.payloads import Entry
 from crossfed.platform.privacy import (
     RECORD,
@@ -321,8 +321,6 @@ def test_every_peer_its_own_noise_counts_by_peer(shops: Path, tmp_path: Path) ->
 def test_the_record_is_written_before_anything_is_delivered(
     shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from crossfed.platform.nodes import InProcess
-
     seen: list[tuple[int, int]] = []
     run_phase = InProcess.run_phase
 
@@ -407,11 +405,11 @@ def test_a_run_stops_before_the_round_that_would_exceed_its_budget(
 
 
 def test_a_budget_that_just_fits_all_rounds_stops_nothing(shops: Path, tmp_path: Path) -> None:
-    # ten times 0.1 as the paper counts is 1 but for rounding
-    sets = ("rounds=10", "noise=10", "privacy.budget=1", "privacy.counting=paper")
+    # 3 · 0.1 as the paper counts is 0.3 but for rounding
+    sets = ("rounds=3", "noise=10", "privacy.budget=0.3", "privacy.counting=paper")
     done = run_federation(config("WHISPER", shops, tmp_path, *sets))
     assert done.result["privacy"]["stopped_by_budget"] == {}
-    assert done.result["privacy"]["domains"]["books"]["releases"][0]["messages"] == 10
+    assert done.result["privacy"]["domains"]["books"]["releases"][0]["messages"] == 3
 
 
 def test_a_run_refuses_to_start_what_its_budget_does_not_let_begin(shops: Path, tmp_path: Path) -> None:
@@ -450,6 +448,23 @@ def test_a_run_interrupted_before_its_first_commit_does_not_start_on_a_spent_bud
     )
     with pytest.raises(CrossfedError, match=r"ε = 12 \(whole counting, 8 of it for what left before\)"):
         run_federation(stored_config(broken), resume=broken)
+
+
+def test_nor_after_a_node_was_lost_before_the_first_commit(
+    shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # lost while the first round is measured: its messages have left, nothing of it is kept, and no second round fits
+    each, calls = InProcess.each, []
+
+    def lose(self: InProcess, call: str, args: Any) -> Any:
+        calls.append(call)
+        if calls.count("evaluate") == 1:
+            raise NodeLost("books was lost")
+        return each(self, call, args)
+
+    monkeypatch.setattr(InProcess, "each", lose)
+    with pytest.raises(CrossfedError, match=r"first round of stage 'talk' start: it would bring books to ε = 8"):
+        run_federation(config("WHISPER", shops, tmp_path, "privacy.budget=7"))
 
 
 def test_more_messages_than_foreseen_are_not_delivered_past_the_budget(shops: Path, tmp_path: Path) -> None:
@@ -505,10 +520,18 @@ def test_noise_repeats_with_its_seed_alone(shops: Path, tmp_path: Path, on_ray: 
     assert fresh[0][1]["train/books/x"] != fresh[1][1]["train/books/x"]
 
 
-def test_settings_that_a_run_does_not_use_leave_its_hash(shops: Path, tmp_path: Path) -> None:
+def test_settings_that_a_run_does_not_use_leave_its_hash(
+    shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = config("GOSSIP", shops, tmp_path)
     assert plain.hash() == config("GOSSIP", shops, tmp_path, "privacy.delta=1e-6").hash()
     assert plain.hash() != config("GOSSIP", shops, tmp_path, "privacy.budget=5").hash()
+    # runs made before there were such settings can still be resumed: what is hashed does not name them
+    hashed: list[dict[str, Any]] = []
+    dumps = json.dumps
+    monkeypatch.setattr(json, "dumps", lambda told, **options: hashed.append(told) or dumps(told, **options))
+    plain.hash()
+    assert hashed and "privacy" not in hashed[0]
 
 
 # -- peer to peer --------------------------------------------------------------------------------------------------
