@@ -37,7 +37,7 @@ COUNT = "n"
 """The key under which a domain sends its number of training instances, int64 [1]."""
 
 
-class Learner(Protocol):
+class Member(Protocol):
     """A domain's state, as far as averaging cares."""
 
     @property
@@ -195,7 +195,7 @@ def average(state: Server, inbox: Mapping[str, Payload], ctx: Context) -> Out:
 def adopt_step(sharing: Sharing) -> Step:
     """A domain's step that takes the server's parameters over."""
 
-    def adopt(state: Learner, inbox: Mapping[str, Payload], ctx: Context) -> Out:
+    def adopt(state: Member, inbox: Mapping[str, Payload], ctx: Context) -> Out:
         """Replace the shared parameters by what the server sent."""
         sharing.load(state.net, inbox[SERVER])
         state.changed()
@@ -211,7 +211,7 @@ def upload_step(sharing: Sharing, train: Step, count: Callable[[Interactions], i
         train: the local step; sends nothing itself. count: training instances of the domain's data.
     """
 
-    def train_and_upload(state: Learner, inbox: Mapping[str, Payload], ctx: Context) -> Out:
+    def train_and_upload(state: Member, inbox: Mapping[str, Payload], ctx: Context) -> Out:
         """Train locally, then upload the shared parameters."""
         metrics = train(state, inbox, ctx).metrics
         n = np.array([count(ctx.own)], np.int64)
