@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import signal
@@ -49,6 +50,7 @@ SUMMARY = "study.json"
 _TUNE = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # MLflow keeps the record
     "TUNE_DISABLE_SIGINT_HANDLER": "1",  # ours ends trials between rounds
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # reasons are told in a line and kept in the study
     "TUNE_WARN_THRESHOLD_S": "60",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -364,7 +366,14 @@ class _Judge(_Unsaved, FIFOScheduler):  # type: ignore[misc]
     def on_trial_complete(self, tune_controller: Any, trial: Trial, result: Mapping[str, Any]) -> None:
         self.desk.close(trial, result)
 
-    def on_trial_error(self, tune_controller: Any, trial: Trial) -> None:
+
+class _Lost(_Unsaved, tune.Callback):  # type: ignore[misc]
+    """Tune reports here what failed for good; its schedulers are told of every attempt."""
+
+    def __init__(self, desk: Desk):
+        self.desk = desk
+
+    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self.desk.lost(trial, _cause(trial))
 
 
@@ -390,15 +399,15 @@ def _name(trial: Trial) -> str:
 
 
 def _cause(trial: Trial) -> str:
-    """Why a trial failed, in a line."""
-    error = trial.get_error() if hasattr(trial, "get_error") else None
-    error = error or trial.get_pickled_error()
-    if error is None:
+    """Why a trial failed, in a line: the last line of an exception's text, the first of Ray's word on a dead process."""
+    path = trial.error_file
+    if path is None or not Path(path).is_file():
         return "its process died"
-    cause = getattr(error, "cause", None) or error
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    kind = type(cause).__name__
-    return f"{kind}: {lines[-1] if isinstance(cause, ray.exceptions.RayTaskError) else lines[0]}" if lines else kind
+    last = Path(path).read_text(encoding="utf-8", errors="replace").rpartition("Failure #")[2]
+    lines = [line.strip() for line in last.splitlines()[1:] if line.strip()]
+    if not lines:
+        return "its process died"
+    return lines[-1] if "ray::" in lines[0] else lines[0]
 
 
 @contextlib.contextmanager
@@ -420,6 +429,20 @@ def _interruptible(desk: Desk, warn: Callable[[str], None]) -> Iterator[None]:
     finally:
         for which, handler in before.items():
             signal.signal(which, handler)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Tune's own log repeats, with tracebacks, what is told here in a line."""
+    log = logging.getLogger("ray.tune")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(before)
 
 
 def _fit(desk: Desk, count: int, artifacts: Artifacts, finish: Finish | None, warn: Callable[[str], None]) -> None:
@@ -446,12 +469,12 @@ def _fit(desk: Desk, count: int, artifacts: Artifacts, finish: Finish | None, wa
             name=f"tune-{int(time.time())}",
             storage_path=str(folder / ".tune"),
             stop=_Halt(desk),
+            callbacks=[_Lost(desk)],
             failure_config=tune.FailureConfig(max_failures=desk.study.search.retries),
             verbose=0,
         ),
     )
-    with _interruptible(desk, warn), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _interruptible(desk, warn), _quiet():
         tuner.fit()
     desk.stopped()
     shutil.rmtree(folder / ".tune", ignore_errors=True)  # Tune's own state, which nothing here reads

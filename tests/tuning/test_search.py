@@ -82,6 +82,16 @@ def test_a_study_survives_what_its_trials_do(shops: Path, tmp_path: Path, ray_cl
     assert "test" not in read_json(found.study.folder / "trial-0000/result.json")["domains"]["books"]
 
 
+def test_a_trial_whose_process_dies_once_is_run_again(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
+    search = Search(name="s", trials=1, seeds=0, retries=1, changes={"step": [0.5]})
+    found = start(search, base(tmp_path, shops, "toys:DIES_ONCE", f"marker={tmp_path / 'died'}"))
+    assert (tmp_path / "died").exists()
+    assert found.summary["outcomes"] == {"finished": 1}
+    alone = run_federation(base(tmp_path, shops, "toys:AVERAGE"))
+    again = read_json(found.study.folder / "trial-0000/result.json")
+    assert again["domains"] == alone.result["domains"]  # it went on from its last committed round
+
+
 def test_a_study_is_tuned_without_the_test_split(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
     config = base(tmp_path, shops, "toys:TRAPPED")
     given = {"trials": 3, "changes": {"step": {"low": 0.1, "high": 1.0}}, "concurrent": 2}
