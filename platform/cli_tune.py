@@ -17,6 +17,7 @@ from crossfed.platform.seam import CrossfedError
 
 if TYPE_CHECKING:
     from crossfed.platform.config import RunConfig
+    from crossfed.platform.progress import Progress
 
 
 class Sampler(StrEnum):
@@ -107,9 +108,8 @@ class Place(StrEnum):
 
 
 class Shown(StrEnum):
-    """How progress is shown."""
+    """How progress is shown: a line per trial, or nothing."""
 
-    auto = "auto"
     plain = "plain"
     quiet = "quiet"
 
@@ -124,6 +124,12 @@ def _search() -> Any:
 
 def _study() -> Any:
     return importlib.import_module("crossfed.tuning.study")
+
+
+def _view(shown: Shown) -> Progress:
+    from crossfed.platform.progress import make_progress
+
+    return make_progress("plain" if shown is Shown.plain else "quiet")
 
 
 def _seconds(text: str | None) -> float | None:
@@ -182,10 +188,16 @@ def _settings(**given: Any) -> Any:
         raise CrossfedError(f"{key}{shown} is not possible: {message[0].lower()}{message[1:]}.") from None
 
 
+def _console() -> Console:
+    """Wide where nobody looks: rich's 80 columns would drop some of a table's."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
 def _told(found: Any, quiet: bool = False) -> None:
     report = importlib.import_module("crossfed.tuning.report")
     if not quiet:
-        Console().print(report.show(found.study.optuna))
+        _console().print(report.show(found.study.optuna))
         for line in _finals(found.summary):
             typer.echo(line)
     typer.echo(f"{found.study.folder / 'study.json'}")
@@ -242,11 +254,10 @@ def start(
     address: Address = None,
     tracking_uri: Uri = None,
     require_tracking: Require = False,
-    progress: View = Shown.auto,
+    progress: View = Shown.plain,
 ) -> None:
     """Start a study: trials by the sampler, stopped by the rule, then the winner in full over the seeds."""
     from crossfed.platform.evaluation.final import test_once
-    from crossfed.platform.progress import make_progress
 
     base = _base(method, preset, sets, data, domains, seed, out, backend, address, tracking_uri, require_tracking)
     spaces = importlib.import_module("crossfed.tuning.space")
@@ -268,7 +279,7 @@ def start(
         storage=storage,
         changes=spaces.changes(space, changes or []),
     )
-    view = make_progress("plain" if progress is Shown.auto else progress.value)
+    view = _view(progress)
     _told(_run(lambda: _search().start(search, base, finish=test_once, view=view), name), progress is Shown.quiet)
 
 
@@ -279,13 +290,12 @@ def _default_name(base: RunConfig) -> str:
 
 
 @tune_app.command("resume")
-def resume(name: Name, out: OutOption = Path("runs"), progress: View = Shown.auto) -> None:
+def resume(name: Name, out: OutOption = Path("runs"), progress: View = Shown.plain) -> None:
     """Go on with an interrupted study: its running trials from their last committed round, then the rest."""
     from crossfed.platform.evaluation.final import test_once
-    from crossfed.platform.progress import make_progress
 
     study = _study().Study.open(_study().find_study(name, out))
-    view = make_progress("plain" if progress is Shown.auto else progress.value)
+    view = _view(progress)
     _told(_run(lambda: _search().go_on(study, finish=test_once, view=view), name), progress is Shown.quiet)
 
 
@@ -294,14 +304,13 @@ def extend(
     name: Name,
     trials: Annotated[int, typer.Option(min=1, help="How many trials more.")],
     out: OutOption = Path("runs"),
-    progress: View = Shown.auto,
+    progress: View = Shown.plain,
 ) -> None:
     """Add trials to a study; the sampler knows all earlier ones."""
     from crossfed.platform.evaluation.final import test_once
-    from crossfed.platform.progress import make_progress
 
     study = _study().Study.open(_study().find_study(name, out))
-    view = make_progress("plain" if progress is Shown.auto else progress.value)
+    view = _view(progress)
     with study.locked():
         study.extend(trials)
     _told(_run(lambda: _search().go_on(study, finish=test_once, view=view), name), progress is Shown.quiet)
@@ -313,7 +322,7 @@ def show(name: Name, out: OutOption = Path("runs")) -> None:
     from crossfed.platform.checkpoint import read_json
 
     study = _study().Study.open(_study().find_study(name, out))
-    Console().print(importlib.import_module("crossfed.tuning.report").show(study.optuna))
+    _console().print(importlib.import_module("crossfed.tuning.report").show(study.optuna))
     summary = study.folder / "study.json"
     if summary.is_file():
         for line in _finals(read_json(summary)):
@@ -344,11 +353,10 @@ def tune_all(
     address: Address = None,
     tracking_uri: Uri = None,
     require_tracking: Require = False,
-    progress: View = Shown.auto,
+    progress: View = Shown.plain,
 ) -> None:
     """Tune several methods alike: the same trials and rule for each, winners in full over the seeds, and what each cost."""
     from crossfed.platform.evaluation.final import test_once
-    from crossfed.platform.progress import make_progress
 
     names = [name.strip() for name in methods.split(",") if name.strip()]
     if len(set(names)) < len(names) or not names:
@@ -373,10 +381,10 @@ def tune_all(
             seed=seed,
         )
         asked[method] = (search, base)
-    view = make_progress("plain" if progress is Shown.auto else progress.value)
+    view = _view(progress)
     table = _run(
         lambda: _search().tune_all(asked, out / shared, finish=test_once, view=view),
         f"{shared}-METHOD, or the command again",
     )
-    Console().print(table)
+    _console().print(table)
     typer.echo(f"{out / shared / 'budget.md'}")

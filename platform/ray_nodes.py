@@ -118,10 +118,8 @@ class RayNodes:
     def start(self, plan: Plan, artifacts: Artifacts) -> None:
         self.preflight(plan)  # machines may have come or gone since the last start
         resources = plan.config.resources
-        if self.inherited:
-            self.group = ray.util.get_current_placement_group()
-        else:
-            self.group = cluster.reserve(self.shares, resources.placement, resources.start_timeout)
+        inherited = ray.util.get_current_placement_group() if self.inherited else None
+        self.group = inherited or cluster.reserve(self.shares, resources.placement, resources.start_timeout)
         self.actors = _KEPT.pop(self._place(), {})
         actor = ray.remote(NodeActor)
         for index, (name, share) in enumerate(self.shares.items()):

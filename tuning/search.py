@@ -357,7 +357,7 @@ class _Judge(_Unsaved, FIFOScheduler):  # type: ignore[misc]
     """Tune reports rounds and ends here."""
 
     def __init__(self, desk: Desk):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.desk = desk
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: Mapping[str, Any]) -> str:
@@ -526,7 +526,7 @@ def go_on(study: Study, *, finish: Finish | None = None, view: Progress | None =
         joined = cluster.connect(base.resources)
         try:
             nodes = Plan(base, data.path, domains, study.folder, study.folder).nodes
-            placed = slots(base, nodes, search.concurrent, ray.nodes())
+            placed = slots(base, nodes, search.concurrent, ray.nodes())  # type: ignore[no-untyped-call]
             _announce(view, study, placed, data, domains)
             artifacts = make_artifacts(base, view)
             parent = _parent(study, view)

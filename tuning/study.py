@@ -224,7 +224,9 @@ class Study:
                 f"The study's folder {folder} cannot be made: {error.strerror}; choose another --out."
             ) from error
         storage = search.storage or f"sqlite:///{folder / 'optuna.db'}"
-        directions = ["minimize" if name in COSTS else "maximize" for name in search.objectives]
+        directions: list[Literal["minimize", "maximize"]] = [
+            "minimize" if name in COSTS else "maximize" for name in search.objectives
+        ]
         try:
             made = optuna.create_study(storage=storage, study_name=search.name, directions=directions)
         except optuna.exceptions.DuplicatedStudyError:
