@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ def train(
             ),
         )
         try:
-            found: Any = trainer.fit().checkpoint
+            found: Any = _fit(trainer).checkpoint
         except ray.train.TrainingFailedError as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise CrossfedError(f"The tokeniser could not be trained on Ray: {reason}") from error
@@ -67,6 +69,20 @@ def train(
     finally:
         if started:
             ray.shutdown()
+
+
+def _fit(trainer: TorchTrainer) -> ray.train.Result:
+    """`trainer.fit()` beside the main thread, in which it would keep Ctrl-C for itself for as long as the process lives."""
+    done: Future[ray.train.Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(trainer.fit())
+        except BaseException as error:  # whatever it is, the waiting thread raises it
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result()
 
 
 def _worker(told: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ A model enters as one function: `next_codes(prefixes)` maps the codes so far, in
 L - 1), to log-probabilities of the next code, [b, k, C]. The users' histories stay inside that function, so nothing of a user is
 ever copied once per beam. Probabilities are over all C codes: a trie forbids codes, it does not share their probability out.
 
-An item's score is Σ_l log p(c_l | history, c_1 … c_{l-1}) along its codes.
+An item's score is Σ_l log p(c_l | history, c_1 … c_{l-1}) along its codes, the logarithm of FedCGR's Eq. (3).
 """
 
 from __future__ import annotations

@@ -92,8 +92,11 @@ class Trie:
 
     def to(self, device: torch.device) -> Trie:
         """The same trie with its tables on another device."""
-        moved = {
-            name: tuple(table.to(device) for table in getattr(self, name))
-            for name in ("child", "parent", "token", "prefixes")
-        }
-        return replace(self, leaf=self.leaf.to(device), place=self.place.to(device), **moved)
+
+        def there(tables: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            return tuple(table.to(device) for table in tables)
+
+        return replace(
+            self, child=there(self.child), parent=there(self.parent), token=there(self.token),
+            prefixes=there(self.prefixes), leaf=self.leaf.to(device), place=self.place.to(device),
+        )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -362,7 +363,9 @@ def test_ray_train_gives_the_same_bits_as_this_process(
     here = [path.read_bytes() for path in (*files("npy"), *files("safetensors"))]
     monkeypatch.setenv("CROSSFED_CACHE", str(tmp_path / "other"))
     monkeypatch.setattr(tokeniser, "train_here", lambda *_: pytest.fail("trained in this process"))
+    handler = signal.getsignal(signal.SIGINT)
     made(config(shops, tmp_path, backend="ray"))
+    assert signal.getsignal(signal.SIGINT) is handler, "Ctrl-C still ends a run"
     assert [path.read_bytes() for path in (*files("npy"), *files("safetensors"))] == here
     assert not list((tmp_path / ".tokeniser").iterdir())
 
