@@ -409,6 +409,32 @@ def privacy(
         console.print(text, markup=False, soft_wrap=True)
 
 
+@app.command("figures")
+def draw(
+    run: Annotated[str, typer.Argument(help="A finished run's directory or id.")],
+    item_map: Annotated[
+        bool, typer.Option("--item-map", help="Also a t-SNE map of the item vectors that the run exported.")
+    ] = False,
+    out: Out = RUNS,
+) -> None:
+    """Draw a run's figures again into its folder: curves, losses, bytes, prototypes, a map of its items."""
+    from crossfed.platform.checkpoint import read_json
+    from crossfed.platform.privacy import read_lines
+    from crossfed.platform.report import figures
+    from crossfed.platform.run import RESULT, find_run
+
+    run_dir = find_run(run, out)
+    if not (run_dir / RESULT).is_file():
+        raise CrossfedError(f"{run_dir} has not finished; crossfed run --resume {run_dir} goes on with it.")
+    result = read_json(run_dir / RESULT)
+    drawn = figures.run_figures(read_lines(run_dir / "history.jsonl"), result)
+    drawn |= figures.model_figures(run_dir / "model", list(result["domains"]), result)
+    if item_map:
+        drawn["item_map"] = figures.exported_items(run_dir / "model", list(result["domains"]), result)
+    for name, figure in drawn.items():
+        typer.echo(figures.save(figure, run_dir / "figures" / f"{name}.png"))
+
+
 @app.command()
 def replay(
     run: Annotated[str, typer.Argument(help="A run's directory or id.")],

@@ -455,7 +455,8 @@ def _artifacts(
         tracker.artifact(run_dir / file)
     if (run_dir / "per_user").is_dir():
         tracker.artifact(run_dir / "per_user", "per_user")
-    for name, figure in figures.run_figures(history, result).items():
+    drawn = figures.run_figures(history, result) | figures.model_figures(run_dir / "model", plan.domains, result)
+    for name, figure in drawn.items():
         tracker.figure(figure, name)
     tracker.model(run_dir, plan.domains, step=last)
 

@@ -297,7 +297,8 @@ class Method:
         state_dict: State -> nested dict/list/tuple of tensors, arrays and scalars: all that training continues from,
             optimizer included.
         load_state_dict: (State, the same structure) -> None.
-        export: State -> the tensors that are enough to recommend with, without any interactions: the saved model.
+        export: State -> the tensors that are enough to recommend with, without any interactions: the saved model. A [K, d]
+            tensor whose name ends in `_prototypes` is drawn as a cosine heat map and by its principal components.
         score_exported: (exported tensors, users int64 [b]) -> float tensor [b, n_items], equal to `score` of that state.
         fields: every payload key that may cross, in any direction.
         artifacts: names of the artifacts it needs ("text").

@@ -278,6 +278,73 @@ def item_map(
     return figure
 
 
+def prototypes(vectors: Mapping[str, Array], kind: str, about: About) -> Figure:
+    """Cosine heat map and principal components of each domain's prototypes (as in P2P-IAGR, Figure 6).
+
+    Args:
+        vectors: domain -> float [K, d]. kind: what they are, e.g. "user prototypes".
+    """
+    from sklearn.decomposition import PCA
+
+    figure, axes = panels(2 * len(vectors), kind.capitalize(), about.line(), columns=max(2, len(vectors)))
+    if len(vectors) == 1:
+        maps, scatters = axes[:1], axes[1:]
+    else:
+        maps, scatters = axes[: len(vectors)], axes[len(vectors) :]
+    shown = None
+    for (name, table), heat, plane in zip(vectors.items(), maps, scatters, strict=True):
+        table = np.asarray(table, np.float64)
+        unit = table / np.maximum(np.linalg.norm(table, axis=1, keepdims=True), 1e-12)
+        cosine = unit @ unit.T
+        shown = heat.imshow(cosine, vmin=-1, vmax=1, cmap="RdBu_r")
+        heat.grid(visible=False)
+        others = np.abs(cosine[~np.eye(len(cosine), dtype=bool)])
+        told = f": mean |cos| {others.mean():.2f}, largest {others.max():.2f}" if len(cosine) > 1 else ""
+        heat.set_title(f"{name}{told}", fontsize=10)
+        components = min(2, *table.shape)
+        places = PCA(components).fit_transform(table) if len(table) > 1 else np.zeros((1, 2))
+        x, y = places[:, 0], places[:, 1] if places.shape[1] > 1 else np.zeros(len(places))
+        plane.scatter(x, y, marker="*", s=90, color=COLOURS[1], edgecolors="white", linewidths=0.5)
+        for index, place in enumerate(zip(x, y, strict=True)):
+            plane.annotate(str(index), place, xytext=(4, 4), textcoords="offset points", fontsize=7, color=GREY)
+        plane.set_xlabel("first principal component")
+        plane.set_ylabel("second")
+    if shown is not None:
+        figure.colorbar(shown, ax=maps, label="cosine", shrink=0.8)
+    return figure
+
+
+def model_figures(folder: Path, domains: Sequence[str], result: Mapping[str, Any]) -> dict[str, Figure]:
+    """Figures of what a run exported: one for every tensor whose name ends in `_prototypes`, by file name.
+
+    Args:
+        folder: holds `<domain>.safetensors`.
+    """
+    from safetensors.numpy import load_file
+
+    found: dict[str, dict[str, Array]] = {}
+    for name in domains:
+        for key, value in load_file(folder / f"{name}.safetensors").items():
+            if key.endswith("_prototypes") and value.ndim == 2:
+                found.setdefault(key, {})[name] = value
+    return {key: prototypes(vectors, key.replace("_", " "), About.of(result)) for key, vectors in found.items()}
+
+
+def exported_items(folder: Path, domains: Sequence[str], result: Mapping[str, Any]) -> Figure:
+    """`item_map` of the "items" vectors that a run exported.
+
+    Raises:
+        CrossfedError: the method exports none, or those of two domains differ in width.
+    """
+    from safetensors.numpy import load_file
+
+    vectors = {name: load_file(folder / f"{name}.safetensors").get("items") for name in domains}
+    known = {name: table for name, table in vectors.items() if table is not None and table.ndim == 2}
+    if len(known) < len(vectors) or len({table.shape[1] for table in known.values()}) != 1:
+        raise CrossfedError(f"{result['method']} exports no item vectors of one width, which a map is made of.")
+    return item_map(known, None, About.of(result))
+
+
 def pretty(metric: str) -> str:
     """A metric's name as it is written in papers: `ndcg_at_20` becomes NDCG@20."""
     name, _, k = metric.partition("_at_")

@@ -14,9 +14,11 @@ from matplotlib.figure import Figure
 from crossfed.platform.report.figures import (
     About,
     bytes_per_round,
+    exported_items,
     item_map,
     loss_curves,
     metric_against,
+    model_figures,
     pretty,
     run_figures,
     save,
@@ -188,3 +190,22 @@ def test_saved_as_png_without_pyplot(tmp_path: Path) -> None:
         assert path.stat().st_size < 300_000
     code = "import sys, crossfed.platform.report.figures; print('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_prototypes_are_drawn_for_every_domain_that_exports_them(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    table = np.eye(4, 6, dtype=np.float32)
+    table[1] = table[0]  # two prototypes that have collapsed into one
+    for name in ("books", "films"):
+        save_file({"user_prototypes": table, "items": np.eye(5, 3, dtype=np.float32)}, tmp_path / f"{name}.safetensors")
+    drawn = model_figures(tmp_path, ["books", "films"], RESULT)
+    assert list(drawn) == ["user_prototypes"]
+    heat, _, plane, _ = drawn["user_prototypes"].axes[:4]
+    assert heat.get_title() == "books: mean |cos| 0.17, largest 1.00"  # one pair of six
+    np.testing.assert_allclose(heat.images[0].get_array()[0], [1, 1, 0, 0], atol=1e-12)
+    assert len(plane.collections[0].get_offsets()) == 4
+    save(exported_items(tmp_path, ["books", "films"], RESULT), tmp_path / "map.png")
+    save_file({"users": table}, tmp_path / "films.safetensors")
+    with pytest.raises(CrossfedError, match="exports no item vectors of one width"):
+        exported_items(tmp_path, ["books", "films"], RESULT)
