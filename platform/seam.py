@@ -197,7 +197,8 @@ class Context:
         rng: NumPy generator, and torch_rng: CPU torch generator; both derived from (seed, stage, round, node, phase) alone.
         device: where this node's tensors belong.
         data: the domain's own training interactions; None at the server.
-        artifacts: shared, content-keyed arrays by name, e.g. "text": float32 [n_items, width]; empty at the server.
+        artifacts: shared, content-keyed arrays by name: "text" float32 [n_items, width], "sids" int64 [n_items, levels]
+            (semantic IDs); empty at the server.
         noise_rng: NumPy generator for what perturbs a `Release`, and for nothing else: unlike `rng` it cannot be drawn again,
             unless the run sets `privacy.noise_seed`. See `noise_generator` for what its noise promises.
     """
@@ -301,7 +302,7 @@ class Method:
             tensor whose name ends in `_prototypes` is drawn as a cosine heat map and by its principal components.
         score_exported: (exported tensors, users int64 [b]) -> float tensor [b, n_items], equal to `score` of that state.
         fields: every payload key that may cross, in any direction.
-        artifacts: names of the artifacts it needs ("text").
+        artifacts: names of the artifacts it needs ("text", "sids"). With "sids" its Config holds `levels` and `codebook`.
         scope: who sees which interactions.
         releases: Config -> what of that leaves under noise; the rest is sent as it is.
         observe: (State, Interactions) -> None: from now on, `score` and `export` take these as the users' histories. For
