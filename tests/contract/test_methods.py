@@ -21,11 +21,16 @@ from crossfed.tuning.space import space
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = method_names()
+GENERATOR = (
+    "levels=2", "codebook=4", "dim=8", "heads=2", "encoder_layers=1", "decoder_layers=1", "inner=8", "decoder_inner=8",
+    "batch_size=128", "tokeniser.kind=residual-kmeans", "tokeniser.dim=8",
+)  # fmt: skip
 SMALL: dict[str, tuple[str, ...]] = {
     "fedcrf": ("K=4", "dim=8", "rounds=2", "epochs=2", "batch_size=64"),
     "fedsasrec": ("dim=8", "inner=8", "rounds=3", "batch_size=16"),
     "lightgcn": ("dim=8", "epochs=3", "batch_size=64"),
     "sasrec": ("dim=8", "inner=8", "epochs=3", "batch_size=16"),
+    "tiger": (*GENERATOR, "epochs=3"),
     "p2p_iagr": ("K=4", "dim=8", "rounds=3", "batch_size=64", "top_k=3", "privacy.noise_seed=0"),
 }
 """Sizes at which a method runs in a second; the only place in the tests that lists methods."""
