@@ -30,6 +30,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "fedsasrec": ("dim=8", "inner=8", "rounds=3", "batch_size=16"),
     "lightgcn": ("dim=8", "epochs=3", "batch_size=64"),
     "sasrec": ("dim=8", "inner=8", "epochs=3", "batch_size=16"),
+    "fedcgr": (*GENERATOR, "rounds=2", "local_epochs=1", "cf_dim=8", "cf_epochs=2", "dense_inner=8"),
     "tiger": (*GENERATOR, "epochs=3"),
     "p2p_iagr": ("K=4", "dim=8", "rounds=3", "batch_size=64", "top_k=3", "privacy.noise_seed=0"),
 }
