@@ -32,6 +32,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "sasrec": ("dim=8", "inner=8", "epochs=3", "batch_size=16"),
     "fedcgr": (*GENERATOR, "rounds=2", "local_epochs=1", "cf_dim=8", "cf_epochs=2", "dense_inner=8"),
     "tiger": (*GENERATOR, "epochs=3"),
+    "tiger_fedavg": (*GENERATOR, "rounds=3", "local_epochs=1", "mu=0.01"),
     "p2p_iagr": ("K=4", "dim=8", "rounds=3", "batch_size=64", "top_k=3", "privacy.noise_seed=0"),
 }
 """Sizes at which a method runs in a second; the only place in the tests that lists methods."""
