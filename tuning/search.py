@@ -211,7 +211,7 @@ class Desk:
             facts = self.latest[index]
             self.study.prune(index, {**facts, "run_id": self._run_id(index)})
             self._tell(index, trial, "pruned", facts)
-        elif result.get("done") and result.get("facts") and self.halt is None:
+        elif result.get("over"):
             facts = json.loads(result["facts"])
             self.study.finish(index, {**facts, "run_id": self._run_id(index)})
             self._tell(index, trial, "finished", facts)
@@ -298,7 +298,7 @@ class Finals(Desk):
         seed = trial.config["number"]
         if result.get("failed"):
             self.lost(trial, str(result["failed"]))
-        elif result.get("done") and result.get("facts"):
+        elif result.get("over"):
             facts = json.loads(result["facts"])
             told = ", ".join(f"{name} {number(value)}" for name, value in facts.get("test", {}).items())
             self.say(

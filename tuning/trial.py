@@ -115,7 +115,7 @@ class FederationTrial(tune.Trainable):  # type: ignore[misc]
                 raise
         else:
             book.end(done.result)
-        return {"done": True, "step": book.rounds, "facts": book.json()}
+        return {"done": True, "over": True, "step": book.rounds, "facts": book.json()}
 
 
 class Book:

@@ -234,6 +234,24 @@ def test_invented_gpus_run_one_trial_at_a_time(shops: Path, tmp_path: Path) -> N
     assert all(begin >= end for begin, end in zip(sorted(begins)[1:], sorted(ends), strict=False))
 
 
+@pytest.mark.slow
+def test_a_time_budget_ends_the_search_but_not_the_study(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
+    search = Search(
+        name="s",
+        trials=500,
+        seeds=1,
+        pruner="none",
+        concurrent=2,
+        time_budget=40,
+        changes={"step": {"low": 0.1, "high": 1.0}},
+    )
+    found = start(search, base(tmp_path, shops, "toys:AVERAGE", "rounds=40"), finish=final_test)
+    outcomes = found.summary["outcomes"]
+    assert outcomes["finished"] >= 1 and 1 <= outcomes["killed"] <= 2 and sum(outcomes.values()) < 500
+    assert not [trial for trial in found.study.optuna.trials if trial.state == TrialState.RUNNING]
+    assert found.summary["finals"]
+
+
 # -- interruptions -------------------------------------------------------------------------------------------------
 
 
