@@ -74,14 +74,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from pydantic import Field as Setting
-from pydantic import PositiveFloat, field_validator
+from pydantic import PositiveFloat, field_validator, model_validator
 from torch import Tensor, nn
 
 from crossfed.methods.parts import next_item
@@ -188,6 +188,12 @@ class Config(GeneratorConfig):
     def _infinite(cls, value: Any) -> Any:
         """Infinity is the word inf, which YAML, JSON and search spaces keep."""
         return "inf" if isinstance(value, float) and value == math.inf else value
+
+    @model_validator(mode="after")
+    def _cf_divisible(self) -> Self:
+        if self.cf_dim % self.cf_heads:
+            raise ValueError(f"cf_dim={self.cf_dim} is not a multiple of cf_heads={self.cf_heads}")
+        return self
 
     @property
     def temperature(self) -> float:

@@ -25,13 +25,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from crossfed.methods.parts.beam import all_leaves, beam_search, item_scores
@@ -69,6 +69,12 @@ class GeneratorConfig(MethodConfig):
         ge=1,
         description="beams per user when recommending, the other items score -inf; null scores all items (sampled negatives)",
     )
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Self:
+        if self.dim % self.heads:
+            raise ValueError(f"dim={self.dim} is not a multiple of heads={self.heads}")
+        return self
 
 
 # -- equations ---------------------------------------------------------------------------------------------------

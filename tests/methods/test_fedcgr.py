@@ -44,7 +44,17 @@ from crossfed.methods.parts.averaging import COUNT, average, volume_weights, wei
 from crossfed.methods.parts.next_item import n_targets
 from crossfed.platform.config import build
 from crossfed.platform.payloads import Gate
-from crossfed.platform.seam import Context, Direction, Interactions, LeakError, Out, Phase, Scope, generators
+from crossfed.platform.seam import (
+    Context,
+    CrossfedError,
+    Direction,
+    Interactions,
+    LeakError,
+    Out,
+    Phase,
+    Scope,
+    generators,
+)
 
 NAMES = ("books", "films", "games")
 SIZES = {"books": (24, 14), "films": (30, 12), "games": (18, 15)}
@@ -419,6 +429,12 @@ def test_infinite_temperature_in_whole_rounds_is_fedavg():
     for name in NAMES:
         own = SHARING.upload(run.domain(name).net)
         assert all(np.array_equal(own[key], expected[key]) for key in expected)
+
+
+def test_widths_that_heads_do_not_divide_are_refused():
+    for sets, told in ((["heads=3"], "dim=256 is not a multiple of heads=3"), (["cf_heads=3"], "cf_dim=128 is not")):
+        with pytest.raises(CrossfedError, match=told):
+            build("fedcgr", sets=sets)
 
 
 def test_infinity_survives_yaml_json_and_the_command_line():
