@@ -54,14 +54,14 @@ def info_nce(a: torch.Tensor, b: torch.Tensor, temperature: float, keep_positive
     Raises:
         ValueError: without the positive pair a batch needs at least two rows.
     """
-    similarity = F.normalize(a, dim=1) @ F.normalize(b, dim=1).T / temperature  # [n, n]
+    similarity = (F.normalize(a, dim=1) / temperature) @ F.normalize(b, dim=1).T  # [n, n]
+    if keep_positive:  # the cross-entropy of a classifier whose right answer is the row's own number
+        return F.cross_entropy(similarity, torch.arange(len(a), device=a.device))
+    if len(a) < 2:
+        raise ValueError("a contrast without the positive pair in the denominator needs at least two rows")
     positive = similarity.diagonal()
-    if not keep_positive:
-        if len(a) < 2:
-            raise ValueError("a contrast without the positive pair in the denominator needs at least two rows")
-        own = torch.eye(len(a), dtype=torch.bool, device=a.device)
-        similarity = similarity.masked_fill(own, float("-inf"))
-    return (similarity.logsumexp(1) - positive).mean()
+    own = torch.eye(len(a), dtype=torch.bool, device=a.device)
+    return (similarity.masked_fill(own, float("-inf")).logsumexp(1) - positive).mean()
 
 
 def bernoulli_kl(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
