@@ -353,14 +353,16 @@ class Study:
         return self.folder / f"trial-{number:04d}"
 
     def report(self, number: int, step: int, value: float | None) -> bool:
-        """Note a round's running best; True when the rule stops the trial here."""
+        """Note a round's running best; True when the rule stops the trial here. The first trial is never stopped: it is what
+        the others are held against."""
         trial = self.active[number]
         if value is None or len(self.search.objectives) > 1:
             return False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a trial that went back to its last commit reports some rounds again
             trial.report(value, step)
-        return bool(trial.should_prune())
+        prune = bool(trial.should_prune())  # asked for the first trial too: its rungs count for the others
+        return prune and not trial.user_attrs.get("paper", False)
 
     def finish(self, number: int, facts: Mapping[str, Any]) -> list[float]:
         """A trial ran to its end; returns its value of every objective."""

@@ -131,6 +131,7 @@ def test_extending_adds_so_many_trials(tmp_path: Path) -> None:
 
 def test_asha_stops_by_rounds_and_not_within_the_grace_period(tmp_path: Path) -> None:
     study = make(tmp_path, sets=("rounds=16",), pruner="asha", grace=4, reduction=2)
+    assert study.next() is not None  # the paper's, which is never stopped
     good, bad, better = study.next(), study.next(), study.next()
     assert good is not None and bad is not None and better is not None
     assert [study.report(good.number, step, 0.5) for step in range(1, 17)] == [False] * 16
@@ -142,6 +143,15 @@ def test_asha_stops_by_rounds_and_not_within_the_grace_period(tmp_path: Path) ->
     assert study.optuna.trials[bad.number].value == 0.4  # what the sampler learns from it
     best = study.best()
     assert best is not None and best.number == good.number
+
+
+def test_the_papers_setting_is_never_stopped(tmp_path: Path) -> None:
+    study = make(tmp_path, sets=("rounds=16",), pruner="asha", grace=1, reduction=2)
+    paper, good, bad = study.next(), study.next(), study.next()
+    assert paper is not None and good is not None and bad is not None
+    assert study.report(good.number, 1, 0.5) is False
+    assert [study.report(paper.number, step, 0.1) for step in range(1, 17)] == [False] * 16
+    assert study.report(bad.number, 1, 0.05) is True
 
 
 def test_the_median_rule_stops_what_lies_below_it(tmp_path: Path) -> None:
