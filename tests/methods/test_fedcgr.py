@@ -133,7 +133,8 @@ def test_eq_5_the_cf_embeddings_are_sasrecs_items_and_stay_as_they_are():
     assert torch.equal(state.cf, state.extractor.net.items)
     before = state.cf.clone()
     run.round()
-    assert torch.equal(state.cf, before)
+    fedcgr.train_cf(state, {}, run.context("books", "cf", 9))
+    assert torch.equal(state.cf, before) and not torch.equal(state.extractor.net.items, before)
     fresh = METHOD.init_domain(run.config, run.context("books", "init", 0))
     assert not torch.equal(fresh.extractor.net.items, before), "it was trained"
     assert (run.cf.rounds, run.cf.local, run.cf.evaluate) == (1, True, False)
@@ -496,6 +497,16 @@ def test_training_lowers_the_loss_and_reports_what_it_should():
     assert told[-1]["books"]["confidence"] == pytest.approx(float(state.rho.mean()))
     assert told[-1]["books"]["gate"] == pytest.approx(float(state.net.local.gate))
     assert told[-1]["books"]["gate"] != 0.5
+
+
+def test_local_epochs_are_epochs():
+    """Two local epochs in a round are two passes with one rate and one reference for the proximal term."""
+    one, two = (Federation(("books",), local_epochs=number, mu=0).domain("books") for number in (1, 2))
+    ctx = context("books", one.known, "federated", 1)
+    fedcgr.train(two, {}, context("books", one.known, "federated", 1))
+    for _ in range(2):
+        one.train(ctx)
+    assert all(torch.equal(p, q) for p, q in zip(one.net.parameters(), two.net.parameters(), strict=True))
 
 
 def test_eq_3_the_score_uses_the_residual_and_the_average():

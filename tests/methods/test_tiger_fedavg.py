@@ -102,7 +102,7 @@ def test_eq_2_is_added_to_every_batch(monkeypatch):
     def look(parameters, reference, mu):
         far = sum(float((w.detach() - w0).square().sum()) for w, w0 in zip(parameters, start, strict=True))
         term = real(parameters, reference, mu)
-        seen.append((mu / 2 * far, float(term.detach())))
+        seen.append((3.0 / 2 * far, float(term.detach())))
         return term
 
     monkeypatch.setattr(tiger_fedavg, "proximal", look)
@@ -134,6 +134,17 @@ def test_the_loss_falls_over_rounds_and_the_rate_follows_the_round():
     assert rates[:2] == pytest.approx([0.005, 0.01]) and rates[5] < rates[2] < 0.01
 
 
+def test_local_epochs_are_epochs():
+    """Three local epochs are three passes: the same parameters as three calls of the local training."""
+    run, other = Federation(local_epochs=3), Federation()
+    up = {s: p for s, r, p, _ in run.round() if r == "server"}
+    ctx = context("books", other.data["books"])
+    for _ in range(3):
+        other.states["books"].train(ctx)
+    own = SHARING.upload(other.net("books"))
+    assert all(np.array_equal(own[key], up["books"][key]) for key in own)
+
+
 def test_what_is_not_a_parameter_is_refused():
     run = Federation()
     gate = Gate(METHOD, run.config, "books", {"server": 0, "books": 14, "films": 12}, 24)
@@ -150,7 +161,7 @@ def test_at_the_papers_sizes_17_4_megabytes_go_up():
 
 def test_it_is_federated_in_one_stage():
     (stage,) = METHOD.stages(Config(rounds=7, patience=3))
-    assert METHOD.scope == Scope.FEDERATED
+    assert METHOD.scope == Scope.FEDERATED and METHOD.artifacts == ("sids",)
     assert (stage.rounds, stage.patience, stage.keep_best) == (7, 3, True)
     assert stage.edges == {Direction.UP, Direction.DOWN}
 
