@@ -9,7 +9,7 @@ import yaml
 
 from crossfed.methods import tiger_fedavg
 from crossfed.methods.parts.averaging import COUNT
-from crossfed.methods.parts.generative import Generator
+from crossfed.methods.parts.generative import Generator, schedule
 from crossfed.methods.parts.next_item import n_targets
 from crossfed.methods.tiger_fedavg import METHOD, SHARING, Config
 from crossfed.platform.payloads import Gate
@@ -140,7 +140,7 @@ def test_local_epochs_are_epochs():
     up = {s: p for s, r, p, _ in run.round() if r == "server"}
     ctx = context("books", other.data["books"])
     for _ in range(3):
-        other.states["books"].train(ctx)
+        other.states["books"].train(ctx, scale=schedule(1, other.config.rounds, 0))
     own = SHARING.upload(other.net("books"))
     assert all(np.array_equal(own[key], up["books"][key]) for key in own)
 
