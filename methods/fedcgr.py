@@ -198,7 +198,7 @@ class Config(GeneratorConfig):
     @property
     def temperature(self) -> float:
         """τ_a as a number."""
-        plain = self.tau_a == "inf" or self.ablation in ("fedavg", "prototype", "cf-fedavg")
+        plain = self.ablation in ("fedavg", "prototype", "cf-fedavg")
         return math.inf if plain else float(self.tau_a)
 
     @property
