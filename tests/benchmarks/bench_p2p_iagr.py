@@ -54,7 +54,7 @@ def epoch(data: Path, domain: str, sets: list[str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.yaml").write_text(config.to_yaml())
         node = Node(Plan(config, data, domains, Path(folder), Path(folder)), domain, torch.device("cpu"))
-        n_items = node.prepare()
+        n_items = node.prepare({})
         node.connect({name: n_items if name == domain else PreparedData.open(data).sizes(name)[1] for name in domains})
         assert node.data is not None
         send, rows, _ = node.run_phase(0, "each", 0, 1, {})
