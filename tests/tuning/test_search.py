@@ -116,6 +116,7 @@ def test_trials_are_runs_unchanged_and_share_their_processes(shops: Path, tmp_pa
     assert facts["rounds"] == 3 and facts["bytes_up"] == sum(alone.result["bytes"]["up"].values())
 
 
+@pytest.mark.slow
 def test_more_trials_replace_the_winners_final_runs_only_where_they_win(
     shops: Path, tmp_path: Path, ray_cluster: None
 ) -> None:
@@ -131,6 +132,7 @@ def test_more_trials_replace_the_winners_final_runs_only_where_they_win(
     assert len(moved) == (first.summary["winner"]["trial"] != second.summary["winner"]["trial"])
 
 
+@pytest.mark.slow
 def test_tuning_several_methods_alike(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
     from crossfed.platform.progress import make_progress
 
