@@ -154,23 +154,42 @@ class Residual(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, then a feed-forward net; each a residual step.
+    """Self-attention, attention to a memory where `cross`, then a feed-forward net; each a residual step.
 
     Args:
-        dim, heads: as in `Attention`. inner: width of the feed-forward net. dropout: of attention weights and of both
-            steps' outputs. placement, activation: see `Residual`, `FeedForward`.
+        dim, heads: as in `Attention`. inner: width of the feed-forward net. dropout: of attention weights and of every
+            step's output. placement, activation: see `Residual`, `FeedForward`. cross: whether there is a memory.
     """
 
     def __init__(
-        self, dim: int, heads: int, inner: int, dropout: float, placement: Placement, activation: Activation
+        self,
+        dim: int,
+        heads: int,
+        inner: int,
+        dropout: float,
+        placement: Placement,
+        activation: Activation,
+        cross: bool = False,
     ) -> None:
         super().__init__()
         self.attention, self.around_attention = Attention(dim, heads, dropout), Residual(dim, dropout, placement)
+        self.cross = Attention(dim, heads, dropout) if cross else None
+        self.around_cross = Residual(dim, dropout, placement) if cross else None
         self.feed, self.around_feed = FeedForward(dim, inner, activation), Residual(dim, dropout, placement)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        """[b, T, d] -> [b, T, d]; mask and causal as in `Attention.forward`."""
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        causal: bool = False,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> Tensor:
+        """[b, T, d] -> [b, T, d]; memory [b, S, d] and the masks as in `Attention.forward`."""
         x = self.around_attention(x, lambda z: self.attention(z, mask=mask, causal=causal))
+        if self.cross is not None and self.around_cross is not None:
+            cross = self.cross
+            x = self.around_cross(x, lambda z: cross(z, memory, mask=memory_mask))
         return self.around_feed(x, self.feed)  # type: ignore[no-any-return]
 
 

@@ -108,12 +108,13 @@ def test_residual_normalises_before_or_after():
 
 
 def test_a_block_is_its_steps_in_order():
-    block = Block(4, 2, 6, 0.0, "post", "gelu").double()
-    x = drawn(2, 5, 4)
-    for seen in ({"causal": True}, {"mask": torch.tensor([[True, True, False, True, False]])}):
-        y = slow_norm(x + block.attention(x, **seen), block.around_attention.norm)
-        y = slow_norm(y + block.feed(y), block.around_feed.norm)
-        torch.testing.assert_close(block(x, **seen), y)
+    block = Block(4, 2, 6, 0.0, "post", "gelu", cross=True).double()
+    x, memory = drawn(2, 3, 4), drawn(2, 5, 4)
+    mask = torch.tensor([[True, True, False, True, False]])
+    y = slow_norm(x + block.attention(x, causal=True), block.around_attention.norm)
+    y = slow_norm(y + block.cross(y, memory, mask=mask), block.around_cross.norm)
+    y = slow_norm(y + block.feed(y), block.around_feed.norm)
+    torch.testing.assert_close(block(x, causal=True, memory=memory, memory_mask=mask), y)
 
 
 def test_with_causal_attention_nothing_later_is_seen():
