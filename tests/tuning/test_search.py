@@ -275,9 +275,9 @@ def started(folder: Path, arguments: list[str], *, finished: int, log: Path) -> 
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()
-        results = list(folder.glob("trial-*/result.json"))
+        results = list(folder.glob("trial-*/result.json"))  # cheaper to watch than the storage
         running = [path for path in folder.glob("trial-*/history.jsonl") if not (path.parent / "result.json").exists()]
-        if len(results) >= finished and running:
+        if len(results) >= finished and running and list(states(folder).values()).count("COMPLETE") >= finished:
             return process
         time.sleep(0.1)
     raise AssertionError(log.read_text())
