@@ -192,7 +192,7 @@ def test_plain_in_a_terminal_of_continuous_integration(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["exception", "interrupt"])
 def test_the_terminal_is_given_back(tmp_path: Path, how: str) -> None:
-    then = "raise RuntimeError('broken')" if how == "exception" else "time.sleep(30)"
+    then = "raise RuntimeError('broken')" if how == "exception" else "time.sleep(120)"
     body = (
         "with make_progress() as v:\n    v.stage('a', 3)\n"
         "    for r in (1, 2):\n        v.round('a', r, 3, {'val/B/x': .5}, 1., 0, 0)\n"
@@ -200,7 +200,7 @@ def test_the_terminal_is_given_back(tmp_path: Path, how: str) -> None:
     )
     began = time.monotonic()
     shown, code = run_in_terminal(body, tmp_path, interrupt=how == "interrupt")
-    assert time.monotonic() - began < 25
+    assert time.monotonic() - began < 110
     assert code != 0
     assert shown.rindex(SHOW) > shown.rindex(HIDE)
     assert "round 2/3" in shown  # what was reached stays on the screen
