@@ -48,7 +48,7 @@ Departures
       once per group of batches, their gradients are summed and go back through it once. One per batch is the rule; the
       preset `book-movie` bounds them, since 8,700 propagations over 8.9 M interactions are not an epoch on any machine.
     - `view="graph"` feeds the encoder all observed edges and the added ones of the batch's users; `view="batch"` only the
-      edges of the batch's users, so that its cost does not grow with the domain.
+      edges of the batch's users, at most `fanout` random ones each, so that its cost does not grow with the domain.
     - With more than two domains S̃ is the mean of what arrived.
     - Beside the paper's release stands `release="contributions"` (see `contribution_sums`), and beside the exchange a
       control, `peer="noise"`: domains send noise of the same size and nothing else.
@@ -78,13 +78,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from pydantic import Field as Setting
+from pydantic import model_validator
 from torch import Tensor, nn
 
 from crossfed.methods.parts.graph import (
@@ -150,7 +151,14 @@ class Config(MethodConfig):
     top_k: int = Setting(10, ge=0, description="items by Ω that are added per user ◇")
     pool: int = Setting(8192, ge=1, description="items that compete for the top k at most ◇")
     view: Literal["graph", "batch"] = Setting("graph", description="which observed edges Â holds beside the added ◇")
+    fanout: int | None = Setting(None, ge=1, description="with view=batch, observed edges of a user in Â at most ◇")
     ablation: Literal["none", "intent", "ccl", "scl"] = Setting("none", description="the variants of section 5.2")
+
+    @model_validator(mode="after")
+    def _fanout_belongs_to_the_batch_view(self) -> Self:
+        if self.fanout is not None and self.view != "batch":
+            raise ValueError("fanout bounds the edges of a batch's users and needs view=batch")
+        return self
 
 
 # --- Equations ---
@@ -411,7 +419,7 @@ def draw_pool(state: Domain, final: Tensor, received: Mapping[str, Tensor], rng:
 
 
 @torch.no_grad()
-def candidates(state: Domain, batch: Batch, final: Tensor, pool: Pool | None) -> Candidates:
+def candidates(state: Domain, batch: Batch, final: Tensor, pool: Pool | None, rng: torch.Generator) -> Candidates:
     """The batch's part of the graph: observed edges (of all users, or of the batch's) and the added ones; no pool, no edges."""
     config, n_users = state.config, state.data.n_users
     user, positive, negative = (column.to(state.device) for column in batch)
@@ -428,6 +436,13 @@ def candidates(state: Domain, batch: Batch, final: Tensor, pool: Pool | None) ->
         vectors = prior_aware(affinity(final[users], pool.user_prior), pool.user_prior)
         added_users, found = top_items(vectors, pool.vectors, seen, config.top_k, config.tau_omega)
         added_items = pool.items[found]
+        if config.fanout is not None:  # the first of every user's history in a random order
+            order = torch.argsort(
+                seen_users + torch.rand(len(seen_users), generator=rng, dtype=torch.float64).to(state.device)
+            )
+            rank = torch.arange(len(order), device=state.device) - (count.cumsum(0) - count)[seen_users]
+            kept = order[rank < config.fanout]
+            seen_users, seen_items = seen_users[kept], seen_items[kept]
     if config.view == "graph":
         edge_users, edge_items = torch.cat([state.users, users[added_users]]), torch.cat([state.items, added_items])
         nodes, places = torch.arange(len(final), device=state.device), torch.stack([user, positive, negative])
@@ -572,7 +587,7 @@ def update(
     pool = None if state.config.ablation == "scl" else draw_pool(state, final, received, rng)
     parts = []
     for batch in group:
-        pairs = candidates(state, batch, final, pool)
+        pairs = candidates(state, batch, final, pool, rng)
         rows, ego_rows = (table[pairs.nodes].requires_grad_() for table in (final, ego))
         loss, told = batch_loss(state, pairs, rows, ego_rows, received, rng)
         loss.backward()  # type: ignore[no-untyped-call]

@@ -289,7 +289,7 @@ def test_candidates_are_the_observed_edges_and_the_users_top_items(data, view):
     state = fresh(data, view=view)
     final, batch = state.vectors().detach(), one_batch(state, slice(0, 6))
     pool = p2p_iagr.draw_pool(state, final, received(state), torch.Generator())
-    found = p2p_iagr.candidates(state, batch, final, pool)
+    found = p2p_iagr.candidates(state, batch, final, pool, torch.Generator())
     users = found.nodes[found.users]
     items = found.nodes[found.items + found.n_users] - N_USERS
     pairs = list(zip(users.tolist(), items.tolist(), strict=True))
@@ -318,12 +318,34 @@ def test_a_smaller_pool_bounds_what_competes(data):
     pool = p2p_iagr.draw_pool(state, final, received(state), torch.Generator().manual_seed(1))
     other = p2p_iagr.draw_pool(state, final, received(state), torch.Generator().manual_seed(2))
     assert len(pool.items) == 4 and len(pool.items.unique()) == 4 and not torch.equal(pool.items, other.items)
-    found = p2p_iagr.candidates(state, one_batch(state), final, pool)
+    found = p2p_iagr.candidates(state, one_batch(state), final, pool, torch.Generator())
     added = found.nodes[found.items[~found.observed] + found.n_users] - N_USERS
     assert set(added.tolist()) <= set(pool.items.tolist())
     history = set(zip(data.users.tolist(), data.items.tolist(), strict=True))
     free = sum((u, i) not in history for u in np.unique(data.users) for i in pool.items.tolist())
     assert len(added) == free
+
+
+def test_a_fanout_keeps_random_parts_of_the_histories(data):
+    """min(fanout, history) observed edges per user, every one of them in turn, and none of the seen among the added."""
+    state = fresh(data, view="batch", fanout=2, top_k=9)
+    final, batch = state.vectors().detach(), one_batch(state)
+    pool = p2p_iagr.draw_pool(state, final, received(state), torch.Generator())
+    history = set(zip(data.users.tolist(), data.items.tolist(), strict=True))
+    rng, met = torch.Generator().manual_seed(0), set()
+    for _ in range(60):
+        found = p2p_iagr.candidates(state, batch, final, pool, rng)
+        users, items = found.nodes[found.users], found.nodes[found.items + found.n_users] - N_USERS
+        pairs = set(zip(users[found.observed].tolist(), items[found.observed].tolist(), strict=True))
+        assert pairs <= history and len(pairs) == int(found.observed.sum())
+        counts = np.bincount([u for u, _ in pairs], minlength=N_USERS)
+        assert counts.tolist() == np.minimum(np.diff(data.indptr), 2).tolist()
+        added = set(zip(users[~found.observed].tolist(), items[~found.observed].tolist(), strict=True))
+        assert len(added) == len(np.unique(data.users)) * N_ITEMS - len(history) and not added & history
+        met |= pairs
+    assert met == history
+    with pytest.raises(ValueError, match="view=batch"):
+        Config(fanout=2)
 
 
 # --- Equations 16 to 18, and the steps against plain autograd ---
@@ -410,7 +432,7 @@ def test_a_step_is_adam_on_the_slow_equations(data, ablation):
         pool = p2p_iagr.draw_pool(state, final, s, twin)
         expected = torch.zeros(())
         for batch in batches:
-            found = p2p_iagr.candidates(state, batch, final, pool)
+            found = p2p_iagr.candidates(state, batch, final, pool, twin)
             noise = torch.logit(torch.rand(len(found.users), generator=twin))
             expected = expected + slow_loss(
                 state, batch, (found.users, found.items, found.observed), s, ego, slow, noise
