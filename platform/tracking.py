@@ -21,12 +21,15 @@ import math
 import os
 import re
 import shutil
+import signal
 import sqlite3
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -548,14 +551,15 @@ def _drain(spool: _Spool, store: _Store, state: _State, run_dir: Path) -> _Done:
             position = 0
             try:
                 for entry in entries:
-                    try:
-                        store.apply(entry, state, run_dir)
-                        done.applied += 1
-                    except _RefusedError as error:
-                        done.refused += 1
-                        with (run_dir / REFUSED).open("a", encoding="utf-8") as file:
-                            file.write(json.dumps({"reason": str(error), "entry": entry}) + "\n")
-                    position += 1
+                    with _undisturbed():
+                        try:
+                            store.apply(entry, state, run_dir)
+                            done.applied += 1
+                        except _RefusedError as error:
+                            done.refused += 1
+                            with (run_dir / REFUSED).open("a", encoding="utf-8") as file:
+                                file.write(json.dumps({"reason": str(error), "entry": entry}) + "\n")
+                        position += 1
             finally:  # also on Ctrl-C: what was applied is not applied again
                 spool.keep(entries[position:])
     except Exception as error:  # whatever happens to the store, the run goes on; the reason is told by the caller
@@ -753,7 +757,7 @@ def _bounded(patient: bool = False) -> Iterator[None]:
     levels = {name: logger.level for name, logger in loggers.items()}
     os.environ.update(wanted)
     for logger in loggers.values():
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(logging.CRITICAL)  # what fails is raised as well, and told in our own words
     try:
         yield
     finally:
@@ -764,6 +768,33 @@ def _bounded(patient: bool = False) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait for the end of one call: SQLAlchemy leaves a torn transaction otherwise. A second one ends it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        if waiting:
+            before[number](number, frame)
+        waiting.append((number, frame))
+
+    # what is not a Python function (ignored, or the end of the process) stays as it is
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: handler for kind in kinds if callable(handler := signal.getsignal(kind))}
+    for kind in before:
+        signal.signal(kind, wait)
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+    if waiting:
+        before[waiting[0][0]](*waiting[0])
 
 
 def _probe(uri: str) -> None:

@@ -358,6 +358,55 @@ def test_an_interrupt_while_the_store_is_made_does_not_spoil_it(
     assert not list(tmp_path.glob("mlflow.db.part*"))
 
 
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_waits_for_the_store(
+    out: Path, which: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A signal inside a write: the write is completed, then the run is interrupted; nothing on stderr, nothing twice."""
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    tracker = start(out)
+    whole = tracking._Store._metrics
+
+    def torn(*args: Any) -> None:
+        signal.raise_signal(which)
+        whole(*args)
+
+    before = signal.signal(which, interrupt)
+    try:
+        monkeypatch.setattr(tracking._Store, "_metrics", torn)
+        with pytest.raises(KeyboardInterrupt):
+            tracker.log({"val/ndcg": 0.5}, step=1)
+        assert signal.getsignal(which) is interrupt
+    finally:
+        signal.signal(which, before)
+    monkeypatch.undo()
+    assert not (tracker._spool.path).exists()
+    tracker.finish("KILLED")
+    assert history(sqlite(out), tracker.run_id or "", "val/ndcg") == [(1, 0.5)]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_second_interrupt_ends_the_write(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that hangs cannot hold whoever presses Ctrl-C twice; what was not written waits in the spool."""
+    tracker = start(out)
+
+    def hang(*args: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not reached")
+
+    monkeypatch.setattr(tracking._Store, "_metrics", hang)
+    with pytest.raises(KeyboardInterrupt):
+        tracker.log({"val/ndcg": 0.5}, step=1)
+    monkeypatch.undo()
+    assert "val/ndcg" in tracker._spool.path.read_text()
+    tracker.log({"val/ndcg": 0.75}, step=2)
+    assert history(sqlite(out), tracker.run_id or "", "val/ndcg") == [(1, 0.5), (2, 0.75)]
+
+
 def test_a_locked_sqlite_store_is_spooled_and_caught_up(out: Path) -> None:
     run_dir, warnings = out / "run", []
     start(out / "other").finish("FINISHED")  # the store exists
