@@ -9,6 +9,7 @@ Layout of a run directory's `checkpoints/`:
       <node>.best.*           the state of the best evaluated round of the current stage
       <node>.inbox.*          messages it has received and not yet read
       <node>.uploaded.*       what it last sent with one row per item, where the run ends with an audit
+      <node>.first.*          what it received first, under the control "stale"
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from crossfed.platform import cli_report
 from crossfed.platform.cli_tune import tune_all, tune_app
 from crossfed.platform.seam import CrossfedError, Release, Scope
 
@@ -32,6 +33,8 @@ data_app = typer.Typer(help="Prepare, generate and describe data sets.", no_args
 app.add_typer(data_app, name="data")
 app.add_typer(tune_app, name="tune")
 app.command("tune-all")(tune_all)
+app.command("compare")(cli_report.compare)
+app.command("figures")(cli_report.figures)
 
 Out = Annotated[Path, typer.Option(help="Folder of run directories.", show_default=True)]
 RUNS = Path("runs")
@@ -61,19 +64,13 @@ class Size(StrEnum):
     large = "large"
 
 
-class Split(StrEnum):
-    """Which held-out part."""
+class ControlOption(StrEnum):
+    """What the nodes receive in place of what they were sent."""
 
-    validation = "validation"
-    test = "test"
-
-
-class Format(StrEnum):
-    """Forms of a table."""
-
-    markdown = "markdown"
-    latex = "latex"
-    csv = "csv"
+    none = "none"
+    noise = "noise"
+    shuffle = "shuffle"
+    stale = "stale"
 
 
 @app.callback(invoke_without_command=True)
@@ -106,6 +103,10 @@ def run(
     backend: Annotated[
         Backend | None, typer.Option(help="Ray actors, or one process.  [default: ray]", show_default=False)
     ] = None,
+    control: Annotated[
+        ControlOption | None,
+        typer.Option(help="Replace what every node receives, to see what transfer is worth.", show_default=False),
+    ] = None,
     address: Annotated[
         str | None, typer.Option(help="A running Ray cluster to join; without it a local one starts.")
     ] = None,
@@ -126,7 +127,7 @@ def run(
     started: list[Path] = []
     view = make_progress(progress.value)
     if resume is not None:
-        if method or data or domains or preset or sets or seed is not None or backend or address:
+        if method or data or domains or preset or sets or seed is not None or backend or control or address:
             raise CrossfedError(
                 "--resume continues a run as it was configured; give no method, data, seed, --set or back end with it."
             )
@@ -146,6 +147,7 @@ def run(
                 "seed": seed,
                 "out": out,
                 "backend": backend.value if backend else None,
+                "control": control.value if control else None,
                 "resources.address": address,
                 "tracking.uri": tracking_uri,
                 "tracking.require": require_tracking or None,
@@ -320,43 +322,6 @@ def synth(
 
 
 @app.command()
-def compare(
-    runs: Annotated[list[str], typer.Argument(help="Finished runs: directories, or ids below --out.")],
-    metric: Annotated[list[str] | None, typer.Option(help="Metrics of the table; the first is tested.")] = None,
-    against: Annotated[str | None, typer.Option(help="Row to test against; by default the first run's.")] = None,
-    split: Annotated[Split, typer.Option(help="Which split.")] = Split.test,
-    format: Annotated[Format, typer.Option(help="Form of the table.")] = Format.markdown,
-    by_activity: Annotated[bool, typer.Option("--cohorts", help="Also for cold, warm and active users.")] = False,
-    out: Out = RUNS,
-) -> None:
-    """Put finished runs into one table (mean ± deviation over seeds), with paired tests user by user."""
-    from crossfed.platform.report.compare import cohorts, load_runs, paired
-    from crossfed.platform.report.tables import table
-    from crossfed.platform.run import find_run
-
-    metrics = metric or ["recall_at_20", "ndcg_at_20"]
-    finished = load_runs([find_run(name, out) for name in runs])
-    labels = {run.result["run_id"]: run.label for run in finished}
-    made = table([run.result for run in finished], metrics, split.value, label=lambda row: labels[row["run_id"]])
-    typer.echo({"markdown": made.markdown, "latex": made.latex, "csv": made.csv}[format.value]().rstrip("\n"))
-    if split is Split.test and len(made.cells) > 1:
-        typer.echo(
-            f"\n{metrics[0]} against {against or next(iter(made.cells))}, paired over users (Wilcoxon, Holm-adjusted):"
-        )
-        for row in paired(finished, metrics[0], against):
-            told = row.comparison
-            typer.echo(
-                f"  {row.label}, {row.domain}: {told.difference:+.4f} ({row.relative:+.1%}), 95 % interval "
-                f"[{told.low:+.4f}, {told.high:+.4f}], p = {row.adjusted_p:.2g}, {told.n_users:,} users"
-            )
-    if by_activity:
-        typer.echo(f"\n{metrics[0]} by training interactions (cold ≤ 7, warm 8-15, active ≥ 16):")
-        for (label, domain), groups in cohorts(finished, metrics[0]).items():
-            told_groups = (f"{g.name} {next(iter(g.means.values()), float('nan')):.4f} ({g.n_users:,})" for g in groups)
-            typer.echo(f"  {label}, {domain}: {', '.join(told_groups)}")
-
-
-@app.command()
 def ui(
     out: Out = RUNS,
     uri: Annotated[str | None, typer.Option(help="The store to show; by default the database beside the runs.")] = None,
@@ -407,32 +372,6 @@ def privacy(
         console.print(shown)
     for text in summary(block) or ["no message has left yet"]:
         console.print(text, markup=False, soft_wrap=True)
-
-
-@app.command("figures")
-def draw(
-    run: Annotated[str, typer.Argument(help="A finished run's directory or id.")],
-    item_map: Annotated[
-        bool, typer.Option("--item-map", help="Also a t-SNE map of the item vectors that the run exported.")
-    ] = False,
-    out: Out = RUNS,
-) -> None:
-    """Draw a run's figures again into its folder: curves, losses, bytes, prototypes, a map of its items."""
-    from crossfed.platform.checkpoint import read_json
-    from crossfed.platform.privacy import read_lines
-    from crossfed.platform.report import figures
-    from crossfed.platform.run import RESULT, find_run
-
-    run_dir = find_run(run, out)
-    if not (run_dir / RESULT).is_file():
-        raise CrossfedError(f"{run_dir} has not finished; crossfed run --resume {run_dir} goes on with it.")
-    result = read_json(run_dir / RESULT)
-    drawn = figures.run_figures(read_lines(run_dir / "history.jsonl"), result)
-    drawn |= figures.model_figures(run_dir / "model", list(result["domains"]), result)
-    if item_map:
-        drawn["item_map"] = figures.exported_items(run_dir / "model", list(result["domains"]), result)
-    for name, figure in drawn.items():
-        typer.echo(figures.save(figure, run_dir / "figures" / f"{name}.png"))
 
 
 @app.command()

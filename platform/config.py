@@ -17,6 +17,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
+from crossfed.platform.controls import Control
 from crossfed.platform.data import synthetic
 from crossfed.platform.discovery import find_method, method_file, nearest
 from crossfed.platform.evaluation.metrics import metric_name, parse_metric
@@ -172,6 +173,10 @@ class RunConfig(Settings):
     resources: Resources = Field(default_factory=Resources)
     tracking: TrackingSettings = Field(default_factory=TrackingSettings)
     privacy: Privacy = Field(default_factory=Privacy)
+    control: Control = Field(
+        "none",
+        description="replaces what every node receives: noise (same mean and variance), shuffle (rows), stale (the first)",
+    )
     seed: int = Field(0, ge=0, description="seed of every random number of the run but the split's")
     backend: Literal["ray", "inprocess"] = Field("ray", description="Ray actors, or one process")
     out: Path = Field(Path("runs"), description="folder of run directories")
@@ -197,6 +202,8 @@ class RunConfig(Settings):
             del told["tokeniser"]
         if self.privacy == Privacy():  # came later: runs that set none of it keep their hash
             del told["privacy"]
+        if self.control == "none":
+            del told["control"]
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
     def to_yaml(self) -> str:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from crossfed.platform import checkpoint
 from crossfed.platform.config import RunConfig
+from crossfed.platform.controls import Delivery
 from crossfed.platform.data import splits
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.evaluation import candidates
@@ -95,6 +96,7 @@ class Node:
         self._best_file: Path | None = None
         self._drawn: dict[str, candidates.Candidates] = {}
         self.uploaded: dict[str, Array] = {}
+        self.delivery = Delivery(plan.config.control, plan.config.seed, name)
         torch.set_num_threads(plan.config.resources.threads)
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -163,6 +165,7 @@ class Node:
         """
         where = self.stages[stage]
         step = getattr(where, part)[phase].step
+        inbox = self.delivery(where.name, round, part, phase, inbox)
         out = step(self.state, inbox, self._context(where.name, round, part, phase))
         rows = tell_apart(self.releases, where.name, part, out.send, self.gate.check(where, round, out.send))
         if self.plan.config.evaluation.audit and self.data is not None:
@@ -264,6 +267,8 @@ class Node:
         checkpoint.save(folder / f"{self.name}.inbox", dict(inbox))
         if self.uploaded:
             checkpoint.save(folder / f"{self.name}.uploaded", self.uploaded)
+        if self.delivery.first:
+            checkpoint.save(folder / f"{self.name}.first", self.delivery.first)
         if self.best is None:
             return
         target = folder / f"{self.name}.best"
@@ -282,6 +287,8 @@ class Node:
             self.best, self._best_file = checkpoint.load(best), best
         sent = folder / f"{self.name}.uploaded"
         self.uploaded = checkpoint.load(sent) if Path(f"{sent}.json").is_file() else {}
+        first = folder / f"{self.name}.first"
+        self.delivery.first = checkpoint.load(first) if Path(f"{first}.json").is_file() else {}
         return {sender: dict(payload) for sender, payload in checkpoint.load(folder / f"{self.name}.inbox").items()}
 
 

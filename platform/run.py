@@ -30,6 +30,7 @@ from crossfed.platform import privacy, tokeniser
 from crossfed.platform.artifacts import ArtifactStore, default_root
 from crossfed.platform.checkpoint import Checkpoints, read_json, write_json, writing
 from crossfed.platform.config import RunConfig, build
+from crossfed.platform.controls import check_control
 from crossfed.platform.data import synthetic
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.nodes import Artifacts, InProcess, Measured, NodeLost, Nodes, Plan
@@ -125,6 +126,7 @@ def run_federation(
     """
     shown, view = view is not None, view or make_progress("quiet")
     method = config.resolved
+    check_control(method, config.control)
     data = PreparedData.open(resolve_data(config))
     domains = chosen_domains(config, data)
     data.verify()
@@ -142,7 +144,8 @@ def run_federation(
                 f"protocol   {config.evaluation.protocol}, selecting on validation {config.evaluation.select}",
                 f"seed       {config.seed}   configuration {config.hash()}   back end {config.backend}",
                 f"directory  {run_dir}",
-            ],
+            ]
+            + ([f"control    {config.control}: no node receives what it was sent"] if config.control != "none" else []),
         )
         tracker = _track(config, run_dir, data, domains, resume is not None, view)
         try:
@@ -172,7 +175,8 @@ def _new_directory(config: RunConfig, data: PreparedData, name: str | None) -> P
     if name is None:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         method = re.sub(r"[^A-Za-z0-9]+", "_", config.method)
-        name = f"{method}-s{config.seed}-{stamp}-{secrets.token_hex(2)}"
+        control = "" if config.control == "none" else f"-{config.control}"
+        name = f"{method}{control}-s{config.seed}-{stamp}-{secrets.token_hex(2)}"
     run_dir = config.out / name
     try:
         run_dir.mkdir(parents=True)
@@ -228,7 +232,8 @@ def _params(config: RunConfig) -> dict[str, Any]:
     """What the tracker shows as the run's parameters."""
     if config.tracking.params is not None:
         return {name: config.config[name] for name in config.tracking.params}
-    return {"config_hash": config.hash()} | tokeniser.parameters(config) | config.config
+    control = {} if config.control == "none" else {"control": config.control}
+    return {"config_hash": config.hash()} | control | tokeniser.parameters(config) | config.config
 
 
 def _track(
@@ -250,6 +255,7 @@ def _track(
             "data_fingerprint": data.fingerprint,
             "preset": config.preset or "none",
             "backend": config.backend,
+            "control": config.control,
             "config_hash": config.hash(),
         }
         | config.tracking.tags,
@@ -375,6 +381,7 @@ def _run(
         "method": config.method,
         "scope": str(config.resolved.scope),
         "preset": config.preset,
+        "control": config.control,
         "seed": config.seed,
         "data": {"name": data.path.name, "synthetic": data.synthetic},
         "data_fingerprint": data.fingerprint,
@@ -470,9 +477,9 @@ def _described(result: dict[str, Any], select: str) -> str:
         else f"| {name} | {row['validation'][select]:.4f} | – | {result['candidates'][name]} |"
         for name, row in result["domains"].items()
     ]
-    head = (
-        f"**{result['method']}**, {kind} {result['data']['name']}, protocol {result['protocol']}, seed {result['seed']}"
-    )
+    control = "" if (told := result.get("control", "none")) == "none" else f" under the control {told}"
+    where = f"{kind} {result['data']['name']}, protocol {result['protocol']}, seed {result['seed']}"
+    head = f"**{result['method']}**{control}, {where}"
     return "\n".join(
         [head, "", f"| domain | validation {select} | test {select} | candidates |", "|---|---|---|---|", *rows]
     )

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from crossfed.platform.config import RunConfig, build
+from crossfed.platform.controls import CONTROLS
 from crossfed.platform.discovery import find_method, method_file, method_names
 from crossfed.platform.nodes import InProcess
 from crossfed.platform.rounds import check_method
@@ -42,7 +43,7 @@ def small(name: str, shops: Path, out: Path, *sets: str, backend: str = "inproce
     return build(
         name,
         sets=[*SMALL.get(name, ()), "text.encoder=hashing:32", "privacy.noise_seed=0", *sets],
-        values={"data": shops, "out": out, "backend": backend, "tracking.enabled": False},
+        values={"data": shops, "out": out, "backend": backend, "tracking.enabled": False, "tracking.artifacts": False},
     )
 
 
@@ -166,3 +167,11 @@ def test_the_exported_model_scores_like_the_live_one(name: str, shops: Path, tmp
 def test_seeds_matter(name: str, shops: Path, tmp_path: Path) -> None:
     one, two = (run_federation(small(name, shops, tmp_path, f"seed={seed}")) for seed in (1, 2))
     assert one.result["domains"]["books"]["validation"] != two.result["domains"]["books"]["validation"]
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if find_method(name).scope == Scope.FEDERATED])
+@pytest.mark.parametrize("control", ["noise", *(pytest.param(c, marks=pytest.mark.slow) for c in CONTROLS[1:])])
+def test_it_runs_under_every_transfer_control(name: str, control: str, shops: Path, tmp_path: Path) -> None:
+    """What arrives means nothing, and it makes of it what it can, to the end; what it sends is still declared and finite."""
+    done = run_federation(small(name, shops, tmp_path, f"control={control}"))
+    assert done.result["control"] == control and sum(done.result["bytes"]["up"].values()) > 0
