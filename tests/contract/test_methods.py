@@ -131,10 +131,18 @@ def test_resumed_equals_uninterrupted(name: str, shops: Path, tmp_path: Path) ->
         assert numbers(resumed.result) == numbers(straight.result)
 
 
+def _ways(name: str) -> frozenset[frozenset[Direction]]:
+    """The kinds of exchange a method has: the edges of each of its stages."""
+    method = find_method(name)
+    return frozenset(stage.edges for stage in method.stages(method.Config()))
+
+
+# starting actors is what takes long: by default one method of each kind of exchange, the others on request
 ON_RAY = [
-    # a method that exchanges nothing is the same node code in another process; starting its actors is what takes long
-    pytest.param(name, marks=pytest.mark.slow) if find_method(name).scope == Scope.LOCAL else name
-    for name in METHODS
+    pytest.param(name, marks=pytest.mark.slow)
+    if find_method(name).scope == Scope.LOCAL or any(_ways(name) == _ways(other) for other in METHODS[:number])
+    else name
+    for number, name in enumerate(METHODS)
 ]
 
 

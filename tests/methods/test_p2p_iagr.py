@@ -692,7 +692,7 @@ def test_bytes_of_a_round_do_not_depend_on_the_data(tmp_path: Path, count: int):
     """2·K·dim·4 per direction and domain (and peer), at two sizes of the data, from the ledger of whole runs."""
     for size in (60, 240):
         values = {
-            "data": None, "out": tmp_path, "backend": "inprocess", "tracking.enabled": False,
+            "data": None, "out": tmp_path, "backend": "inprocess", "tracking.enabled": False, "tracking.artifacts": False,
             "synthetic.users": size, "synthetic.items": size, "synthetic.domains": count,
         }  # fmt: skip
         done = run_federation(build("p2p_iagr", sets=["K=5", "dim=6", "rounds=2", "top_k=3"], values=values))

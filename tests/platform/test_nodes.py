@@ -23,7 +23,13 @@ NAMES = ("books", "films", "games")
 @pytest.fixture
 def placed(shops: Path, tmp_path: Path) -> Iterator[tuple[Plan, InProcess]]:
     """The three domains of `shops`, each with 8 training, 1 validation and 1 test item per user."""
-    values = {"data": shops, "out": tmp_path, "backend": "inprocess", "tracking.enabled": False}
+    values = {
+        "data": shops,
+        "out": tmp_path,
+        "backend": "inprocess",
+        "tracking.enabled": False,
+        "tracking.artifacts": False,
+    }
     plan = Plan(build("toys:AVERAGE", values=values), shops, NAMES, tmp_path, tmp_path / "cache")
     (tmp_path / "config.yaml").touch()
     nodes = InProcess()

@@ -43,7 +43,7 @@ GAUSS = Release("talk", ("x",), "gaussian", "one interaction", 1.0, 1.0, 1.0)
 
 
 def config(method: str, shops: Path, out: Path, *sets: str, backend: str = "inprocess") -> RunConfig:
-    values = {"data": shops, "out": out, "backend": backend, "tracking.enabled": False}
+    values = {"data": shops, "out": out, "backend": backend, "tracking.enabled": False, "tracking.artifacts": False}
     return build(f"toys:{method}", sets=sets, values=values)
 
 

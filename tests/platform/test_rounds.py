@@ -22,7 +22,14 @@ from crossfed.platform.seam import CrossfedError, LeakError
 
 
 def config(method: str, shops: Path, out: Path, *sets: str, backend: str = "inprocess", seed: int = 0) -> RunConfig:
-    values = {"data": shops, "out": out, "backend": backend, "seed": seed, "tracking.enabled": False}
+    values = {
+        "data": shops,
+        "out": out,
+        "backend": backend,
+        "seed": seed,
+        "tracking.enabled": False,
+        "tracking.artifacts": False,
+    }
     return build(f"toys:{method}", sets=sets, values=values)
 
 

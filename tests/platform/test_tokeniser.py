@@ -73,7 +73,7 @@ def _toy(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 
 
 def config(data: Path, out: Path, *sets: str, method: str = "sidtoy:METHOD", backend: str = "inprocess") -> RunConfig:
-    values = {"data": data, "out": out, "backend": backend, "tracking.enabled": False}
+    values = {"data": data, "out": out, "backend": backend, "tracking.enabled": False, "tracking.artifacts": False}
     return build(method, sets=[*SMALL, *sets], values=values)
 
 

@@ -82,6 +82,7 @@ def test_a_study_survives_what_its_trials_do(shops: Path, tmp_path: Path, ray_cl
     assert "test" not in read_json(found.study.folder / "trial-0000/result.json")["domains"]["books"]
 
 
+@pytest.mark.slow
 def test_a_trial_whose_process_dies_once_is_run_again(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
     search = Search(name="s", trials=1, seeds=0, retries=1, changes={"step": [0.5]})
     found = start(search, base(tmp_path, shops, "toys:DIES_ONCE", f"marker={tmp_path / 'died'}"))

@@ -54,7 +54,7 @@ def test_a_first_value_is_added_to_choices_and_refused_outside_a_range(tmp_path:
         make(tmp_path, name="t", changes={"step": {"low": 0.6, "high": 1.0}})
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", "cmaes", "nsgaii", "nsgaiii", "gp"])
+@pytest.mark.parametrize("sampler", ["tpe", "cmaes", "nsgaii", "gp"])
 def test_every_sampler_runs_and_draws_the_same_after_an_interruption(tmp_path: Path, sampler: str) -> None:
     straight = run_all(make(tmp_path / "a", sampler=sampler, trials=7))
     assert len(straight) == 7
