@@ -223,7 +223,7 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _told(error: ValidationError, where: str, model: type[BaseModel]) -> CrossfedError:
+def first_error(error: ValidationError, where: str, model: type[BaseModel]) -> CrossfedError:
     """One sentence for the first thing that is wrong."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
@@ -351,8 +351,8 @@ def build(
     try:
         checked = found.Config.model_validate(own)
     except ValidationError as error:
-        raise _told(error, f"{found.name} configuration", found.Config) from None
+        raise first_error(error, f"{found.name} configuration", found.Config) from None
     try:
         return RunConfig.model_validate({**raw, "config": checked.model_dump(mode="json")})
     except ValidationError as error:
-        raise _told(error, where, RunConfig) from None
+        raise first_error(error, where, RunConfig) from None

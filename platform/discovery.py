@@ -57,7 +57,7 @@ def find_method(name: str) -> Method:
 
 
 def method_file(name: str) -> Mapping[str, Any]:
-    """The method's YAML file (`config`, `presets`, `search`); empty for a method brought from outside the package."""
+    """The method's YAML file (`config`, `presets`, `search`, `local`); empty for a method brought from outside the package."""
     if ":" in name:
         return {}
     text = importlib.resources.files(f"{PACKAGE}.configs").joinpath(f"{name}.yaml").read_text(encoding="utf-8")

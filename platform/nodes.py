@@ -23,7 +23,7 @@ from crossfed.platform.controls import Delivery
 from crossfed.platform.data import splits
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.evaluation import candidates
-from crossfed.platform.evaluation.audit import random_baseline, similarity_attack
+from crossfed.platform.evaluation.audit import popularity_baseline, random_baseline, similarity_attack
 from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.evaluation.ranking import Ranking, rank
 from crossfed.platform.payloads import Entry, Gate, freeze
@@ -183,7 +183,8 @@ class Node:
         """What the vectors last sent give away: F1 of the similarity-based inference attack on this domain's users.
 
         `<key>/f1_at_<k>` for every sent array with one row per item, `<key>_random/f1_at_<k>` for random vectors of its
-        width; empty where nothing of the kind was sent. FedCRF, Table 6.
+        width, `<key>_popularity/f1_at_<k>` for guessing by popularity; empty where nothing of the kind was sent. FedCRF,
+        Table 6.
         """
         assert self.data is not None
         found: dict[str, float] = {}
@@ -192,6 +193,7 @@ class Node:
                 found |= {f"{key}/f1_at_{k}": f1 for k, f1 in similarity_attack(vectors, self.data).items()}
                 random = random_baseline(self.data, vectors.shape[1])
                 found |= {f"{key}_random/f1_at_{k}": f1 for k, f1 in random.items()}
+                found |= {f"{key}_popularity/f1_at_{k}": f1 for k, f1 in popularity_baseline(self.data).items()}
         return found
 
     def measure(self, part: str, seen: Interactions, truth: tuple[Array, Array]) -> tuple[Measured, Ranking]:

@@ -2,12 +2,12 @@
 
 Source: FedCRF, Table 6, after Yuan et al. (2025). An attacker who intercepts item vectors guesses that the users of an
 item are the users of the items most similar to it. The lower the F1 score, the less the vectors give away; what counts
-as low depends on the data, so compare with `random_baseline`.
+as low depends on the data, so compare with `random_baseline` and `popularity_baseline`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,25 +48,74 @@ def similarity_attack(
         raise CrossfedError(f"the audit needs one vector per item ({data.n_items}), got shape {vectors.shape}")
     if not np.isfinite(vectors).all():
         raise CrossfedError("the audited item vectors hold NaN or infinite values; the model has diverged")
-    if not top_ks or min(top_ks) < 1 or max(top_ks) >= data.n_items:
-        raise CrossfedError(f"Top-K must lie between 1 and {data.n_items - 1} (other items), got {list(top_ks)}")
+    unit = torch.nn.functional.normalize(torch.from_numpy(vectors), dim=1)
+    return _f1(lambda targets, k: _similar(unit, targets, k), _truth(data), top_ks, block_entries)
+
+
+def popularity_baseline(data: Interactions, top_ks: Sequence[int] = TOP_KS) -> dict[int, float]:
+    """F1 score of guessing, in place of the most similar items, the most popular ones.
+
+    All else is as in `similarity_attack`: N_i are the K other items with the most users in the training interactions
+    (equally many: the lower item number first), the prediction is the union of their users. It is the same guess for every
+    item but those K themselves, so it needs no vectors; what the attack reaches above it, the vectors gave away.
+
+    Args:
+        data, top_ks: as in `similarity_attack`.
+    """
+    truth = _truth(data)
+    order = np.argsort(-np.diff(truth.indptr), kind="stable")
+
+    def popular(targets: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.int64]:
+        first = np.broadcast_to(order[: k + 1], (len(targets), k + 1))
+        own = first == targets[:, None]
+        own[~own.any(axis=1), k] = True  # of k + 1 popular items one is left out: the target, or the last
+        return first[~own].reshape(len(targets), k)
+
+    return _f1(popular, truth, top_ks)
+
+
+def _truth(data: Interactions) -> sparse.csr_array:
+    """Which users each item has in training, once each: int32 [n_items, n_users].
+
+    Raises:
+        CrossfedError: no item has any.
+    """
     truth = sparse.csr_array(
         (np.ones(len(data.users), np.int32), (data.items, data.users)), shape=(data.n_items, data.n_users)
     )
     truth.sum_duplicates()
     truth.data[:] = 1
-    attacked = np.flatnonzero(np.diff(truth.indptr))
-    if not len(attacked):
+    if not truth.nnz:
         raise CrossfedError("the audit has no item with users to attack")
-    unit = torch.nn.functional.normalize(torch.from_numpy(vectors), dim=1)
+    return truth
+
+
+def _f1(
+    neighbours: Callable[[npt.NDArray[np.int64], int], npt.NDArray[np.int64]],
+    truth: sparse.csr_array,
+    top_ks: Sequence[int],
+    block_entries: int = 2**22,
+) -> dict[int, float]:
+    """Mean F1 over the items with users, for each K.
+
+    Args:
+        neighbours: (targets int64 [b], k) -> the k items whose users are guessed, the first ones first, int64 [b, k].
+
+    Raises:
+        CrossfedError: there are not K other items.
+    """
+    n_items = truth.shape[0]
+    if not top_ks or min(top_ks) < 1 or max(top_ks) >= n_items:
+        raise CrossfedError(f"Top-K must lie between 1 and {n_items - 1} (other items), got {list(top_ks)}")
+    attacked = np.flatnonzero(np.diff(truth.indptr))
     total = dict.fromkeys(top_ks, 0.0)
-    step = max(1, block_entries // data.n_items)
+    step = max(1, block_entries // n_items)
     for start in range(0, len(attacked), step):
         targets = attacked[start : start + step]
-        similar = _similar(unit, targets, max(top_ks))
+        guessed = neighbours(targets, max(top_ks))
         own = truth[targets]
         for k in top_ks:
-            predicted = _pattern(similar[:, :k], data.n_items) @ truth
+            predicted = _pattern(guessed[:, :k], n_items) @ truth
             predicted.data[:] = 1  # several similar items may share a user
             shared = predicted.multiply(own).sum(axis=1)
             total[k] += float(np.sum(2 * shared / (np.diff(predicted.indptr) + np.diff(own.indptr))))

@@ -18,6 +18,7 @@ from crossfed.platform.nodes import InProcess
 from crossfed.platform.rounds import check_method
 from crossfed.platform.run import load_scorer, run_federation, stored_config
 from crossfed.platform.seam import Direction, MethodConfig, Scope
+from crossfed.platform.transfer import local_variant
 from crossfed.tuning.space import space
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +87,7 @@ def test_every_cited_equation_occurs_in_the_methods_test(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_its_yaml_builds_with_every_preset_and_its_space_is_valid(name: str) -> None:
     shipped = method_file(name)
-    assert set(shipped) <= {"config", "presets", "search"}
+    assert set(shipped) <= {"config", "presets", "search", "local"}
     for preset in [None, *shipped.get("presets", {})]:
         config = build(name, preset=preset)
         check_method(config.resolved, config.method_config())
@@ -177,7 +178,23 @@ def test_seeds_matter(name: str, shops: Path, tmp_path: Path) -> None:
     assert one.result["domains"]["books"]["validation"] != two.result["domains"]["books"]["validation"]
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if find_method(name).scope == Scope.FEDERATED])
+FEDERATED = [name for name in METHODS if find_method(name).scope == Scope.FEDERATED]
+
+
+@pytest.mark.parametrize("name", FEDERATED)
+def test_its_local_variant_is_declared_and_exchanges_nothing(name: str, shops: Path, tmp_path: Path) -> None:
+    """With every preset, and at other sizes, which the variant takes over."""
+    for config in [
+        small(name, shops, tmp_path),
+        *(build(name, preset=p) for p in method_file(name).get("presets", {})),
+    ]:
+        variant = local_variant(config)
+        assert variant.resolved.scope == Scope.LOCAL
+        assert all(variant.config[key] == config.config[key] for key in ("dim", "layers") if key in variant.config)
+        check_method(variant.resolved, variant.method_config())
+
+
+@pytest.mark.parametrize("name", FEDERATED)
 @pytest.mark.parametrize("control", ["noise", *(pytest.param(c, marks=pytest.mark.slow) for c in CONTROLS[1:])])
 def test_it_runs_under_every_transfer_control(name: str, control: str, shops: Path, tmp_path: Path) -> None:
     """What arrives means nothing, and it makes of it what it can, to the end; what it sends is still declared and finite."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from crossfed.platform.evaluation.audit import TOP_KS, random_baseline, similarity_attack
+from crossfed.platform.evaluation.audit import TOP_KS, popularity_baseline, random_baseline, similarity_attack
 from crossfed.platform.seam import CrossfedError, Interactions
 
 
@@ -57,6 +57,31 @@ def test_equal_vectors_take_the_lower_item_number():
     """All vectors equal: item 0's neighbour is 1, everybody else's is 0. Users {0}, {1}, {0}: only 2 is guessed right."""
     result = similarity_attack(np.ones((3, 2)), interactions([[0], [1], [0]], 2), (1,))
     assert result == pytest.approx({1: 1 / 3})
+
+
+def test_popularity_by_hand():
+    """Users {0, 1}, {1, 2, 3}, {0, 1, 2, 3}, {3}: by users, item 2 comes first, then 1, 0, 3.
+
+    Top-1: everybody guesses item 2's users, item 2 those of item 1. F1 = 2·2/(4+2), 2·3/(4+3), 2·3/(3+4), 2·1/(4+1).
+    Top-2: items 0 and 3 guess {0,1,2,3} (of 2 and 1), item 1 that of 2 and 0, item 2 that of 1 and 0: always all four.
+    """
+    data = interactions([[0, 1], [1, 2, 3], [0, 1, 2, 3], [3]], 4)
+    assert popularity_baseline(data, (1, 2)) == pytest.approx(
+        {1: (4 / 6 + 6 / 7 + 6 / 7 + 2 / 5) / 4, 2: (4 / 6 + 6 / 7 + 8 / 8 + 2 / 5) / 4}
+    )
+
+
+def test_popularity_equals_a_slow_version():
+    """Equally popular items come in the order of their numbers, and items without users are neither attacked nor left out."""
+    rng = np.random.default_rng(4)
+    users_of = [sorted(set(rng.integers(0, 40, rng.integers(0, 12)).tolist())) for _ in range(30)]
+    order = sorted(range(30), key=lambda item: (-len(users_of[item]), item))
+    scores = []
+    for target in (item for item in range(30) if users_of[item]):
+        popular = [item for item in order if item != target][:3]
+        predicted, own = set().union(*(users_of[item] for item in popular)), set(users_of[target])
+        scores.append(2 * len(predicted & own) / (len(predicted) + len(own)))
+    assert popularity_baseline(interactions(users_of, 40))[3] == pytest.approx(float(np.mean(scores)))
 
 
 def test_vectors_that_tell_all_and_vectors_that_tell_nothing():
