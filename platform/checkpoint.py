@@ -3,6 +3,7 @@
 Layout of a run directory's `checkpoints/`:
 
     commit-000012/              one committed round; older ones are removed, the newest two stay
+      manifest.json           written last: the SHA-256 of every other file here
       progress.json           where the run is: stage, round, bests
       <node>.json             structure of the node's state
       <node>.safetensors      its arrays
@@ -15,10 +16,12 @@ Layout of a run directory's `checkpoints/`:
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from crossfed.platform.seam import CrossfedError
+
+MANIFEST = "manifest.json"
+PROGRESS = "progress.json"
+
+Digests = Mapping[str, str]
+"""SHA-256 in hex by file name."""
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _pack(value: Any, arrays: dict[str, torch.Tensor]) -> Any:
@@ -101,23 +116,41 @@ def read_json(path: Path) -> Any:
         CrossfedError: the file is missing or damaged.
     """
     try:
+        return _parse(path)
+    except CrossfedError as error:
+        raise CrossfedError(f"{error}; restore it or start a new run.") from error
+
+
+def _parse(path: Path) -> Any:
+    try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CrossfedError(f"{path} is missing or damaged ({error}); restore it or start a new run.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CrossfedError(f"{path} is missing or damaged ({error})") from error
 
 
-def save(path: Path, state: Any) -> None:
-    """Write a nested state to `<path>.json` and `<path>.safetensors`.
+def save(path: Path, state: Any) -> dict[str, str]:
+    """Write a nested state to `<path>.json` and `<path>.safetensors`; returns the SHA-256 of both by file name.
 
     Raises:
         CrossfedError: the disk is full or cannot be written; what was committed before is untouched.
         TypeError: the state holds something other than tensors, arrays, mappings, lists and scalars.
     """
     arrays: dict[str, torch.Tensor] = {}
-    structure = _pack(state, arrays)
+    structure, stored = _pack(state, arrays), Path(f"{path}.safetensors")
     with writing(path):
-        save_file(arrays, f"{path}.safetensors")
-    write_json(Path(f"{path}.json"), structure)
+        save_file(arrays, stored)
+        _sync(stored)
+        write_json(Path(f"{path}.json"), structure)
+        return {file.name: digest(file) for file in (Path(f"{path}.json"), stored)}
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def load(path: Path) -> Any:
@@ -127,39 +160,61 @@ def load(path: Path) -> Any:
         CrossfedError: a file is missing or damaged.
     """
     try:
-        structure = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
+        structure = _parse(Path(f"{path}.json"))
         with safe_open(f"{path}.safetensors", framework="pt") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         return _unpack(structure, arrays)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (CrossfedError, OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise CrossfedError(f"The checkpoint {path} is missing or damaged ({error}).") from error
 
 
 class Checkpoints:
-    """The committed rounds of one run."""
+    """The committed rounds of one run.
 
-    def __init__(self, run_dir: Path, keep: int = 2):
-        self.folder, self.keep = run_dir / "checkpoints", keep
+    Args:
+        run_dir: the run's directory.
+        parts: what every commit must hold the state of: the nodes' names.
+        keep: how many commits stay; with two, a damaged one has another behind it.
+    """
+
+    def __init__(self, run_dir: Path, parts: Sequence[str], keep: int = 2):
+        self.folder, self.parts, self.keep = run_dir / "checkpoints", tuple(parts), keep
 
     def open(self, number: int) -> Path:
-        """A fresh folder for the nodes to write commit `number` into; nothing counts before `commit()`."""
-        path = self.folder / f"commit-{number:06d}.partial"
+        """A fresh folder for the nodes to write commit `number` into; nothing counts before `commit()`.
+
+        Its name occurs once: a process of an earlier attempt that is still writing does not write into this one.
+        """
+        path = self.folder / f"commit-{number:06d}.{secrets.token_hex(4)}.partial"
         try:
-            shutil.rmtree(path, ignore_errors=True)
+            for left in self.folder.glob("*.partial"):
+                shutil.rmtree(left, ignore_errors=True)
             path.mkdir(parents=True)
         except OSError as error:
             raise CrossfedError(f"The checkpoint folder {path} cannot be made: {error.strerror}.") from error
         return path
 
-    def commit(self, number: int, progress: Mapping[str, Any]) -> Path:
-        """Make commit `number` the one a resumed run continues from, and drop the oldest."""
-        partial = self.folder / f"commit-{number:06d}.partial"
-        final = partial.with_suffix("")
+    def commit(self, partial: Path, progress: Mapping[str, Any], files: Digests) -> Path:
+        """Make what was written into a folder of `open()` the state to continue from, and drop the oldest commit.
+
+        Args:
+            partial: the folder.
+            progress: where the run is, as JSON values.
+            files: what every part has written, as `save` returned it.
+
+        Raises:
+            CrossfedError: the disk is full, or a part is not there.
+        """
+        final = final_folder(partial)
         try:
-            write_json(partial / "progress.json", progress)
+            _complete(partial, files, self.parts)
+            write_json(partial / PROGRESS, progress)
+            write_json(partial / MANIFEST, {"files": {**files, PROGRESS: digest(partial / PROGRESS)}})
+            _sync(partial)
             if final.exists():
                 shutil.rmtree(final)
             partial.rename(final)
+            _sync(self.folder)
         except OSError as error:
             raise CrossfedError(f"The checkpoint {final} cannot be committed: {error.strerror}.") from error
         for old in self.committed()[: -self.keep]:
@@ -167,14 +222,79 @@ class Checkpoints:
         return final
 
     def committed(self) -> list[Path]:
-        """Committed rounds, oldest first."""
-        return sorted(
-            path for path in self.folder.glob("commit-*") if (path / "progress.json").is_file() and not path.suffix
-        )
+        """Committed rounds, oldest first; whether they are sound is for `latest` to say."""
+        return sorted(path for path in self.folder.glob("commit-*") if path.is_dir() and not path.suffix)
 
-    def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The last committed round and its progress; None before the first."""
+    def peek(self) -> dict[str, Any] | None:
+        """How far the newest commit says the run is; to be shown only, since nothing is compared with its hash."""
         found = self.committed()
-        if not found:
-            return None
-        return found[-1], read_json(found[-1] / "progress.json")
+        return read_json(found[-1] / PROGRESS) if found else None
+
+    def check(self, commit: Path) -> dict[str, Any]:
+        """The progress of a commit, after comparing every file with its hash.
+
+        Raises:
+            CrossfedError: what is wrong with it.
+        """
+        manifest = _parse(commit / MANIFEST)
+        files = manifest.get("files") if isinstance(manifest, dict) else None
+        if not isinstance(files, dict) or not all(isinstance(told, str) for told in files.values()):
+            raise CrossfedError(f"{commit / MANIFEST} is damaged: it lists no hashes")
+        _complete(commit, [*files, PROGRESS], self.parts)
+        known = {*files, MANIFEST}
+        if stray := sorted(path.name for path in commit.iterdir() if path.name not in known and path.name[0] != "."):
+            raise CrossfedError(f"{commit} holds {', '.join(stray)}, which was not committed")
+        for name, told in files.items():
+            if digest(commit / name) != told:
+                raise CrossfedError(f"{commit / name} differs from what was written")
+        return _parse(commit / PROGRESS)
+
+    def latest(
+        self,
+        warn: Callable[[str], None] = lambda _: None,
+        agree: Callable[[Mapping[str, Any]], None] = lambda _: None,
+    ) -> tuple[Path, dict[str, Any]] | None:
+        """The newest sound commit and its progress; None before the first.
+
+        Args:
+            warn: told of every damaged one that was passed over.
+            agree: raises CrossfedError where a progress does not fit what else the run has written.
+
+        Raises:
+            CrossfedError: there are commits, and none is sound.
+        """
+        problems: list[str] = []
+        for commit in reversed(self.committed()):
+            try:
+                progress = self.check(commit)
+                agree(progress)
+            except (CrossfedError, OSError) as error:
+                problems.append(str(error).rstrip("."))
+                continue
+            for problem in problems:
+                warn(f"{problem}; going back to {commit.name}, the commit before")
+            return commit, progress
+        if problems:
+            raise CrossfedError(
+                f"No commit in {self.folder} is sound ({'; '.join(problems)}); restore that folder from a copy, or delete it to "
+                "start from the beginning."
+            )
+        return None
+
+
+def digests(commit: Path) -> dict[str, str]:
+    """What a commit's manifest says of its files."""
+    return dict(read_json(commit / MANIFEST)["files"])
+
+
+def final_folder(partial: Path) -> Path:
+    """The name that a folder of `Checkpoints.open` gets once it is committed."""
+    return partial.with_name(partial.name.split(".")[0])
+
+
+def _complete(folder: Path, files: Iterable[str], parts: Sequence[str]) -> None:
+    """Raise CrossfedError unless a folder holds these files, and they hold the state of every part."""
+    listed, needed = set(files), {f"{part}{suffix}" for part in parts for suffix in (".json", ".safetensors")}
+    absent = {name for name in listed if Path(name).name != name or not (folder / name).is_file()} | needed - listed
+    if absent:
+        raise CrossfedError(f"{folder} is not complete: {', '.join(sorted(absent))} is missing")

@@ -94,6 +94,7 @@ class Node:
         self._parts: Array | None = None
         self.best: Any = None
         self._best_file: Path | None = None
+        self._best_digests: dict[str, str] = {}
         self._drawn: dict[str, candidates.Candidates] = {}
         self.uploaded: dict[str, Array] = {}
         self.delivery = Delivery(plan.config.control, plan.config.seed, name)
@@ -262,23 +263,24 @@ class Node:
             self.method.load_state_dict(self.state, self.best)
         self.best = self._best_file = None
 
-    def save(self, folder: Path, inbox: Mapping[str, Payload]) -> None:
-        """Write state, best state and unread messages into a checkpoint folder."""
-        base = folder / self.name
-        checkpoint.save(base, self.method.state_dict(self.state))
-        checkpoint.save(folder / f"{self.name}.inbox", dict(inbox))
+    def save(self, folder: Path, inbox: Mapping[str, Payload]) -> dict[str, str]:
+        """Write state, best state and unread messages into a checkpoint folder; returns the SHA-256 of every file."""
+        files = checkpoint.save(folder / self.name, self.method.state_dict(self.state))
+        files |= checkpoint.save(folder / f"{self.name}.inbox", dict(inbox))
         if self.uploaded:
-            checkpoint.save(folder / f"{self.name}.uploaded", self.uploaded)
+            files |= checkpoint.save(folder / f"{self.name}.uploaded", self.uploaded)
         if self.delivery.first:
-            checkpoint.save(folder / f"{self.name}.first", self.delivery.first)
+            files |= checkpoint.save(folder / f"{self.name}.first", self.delivery.first)
         if self.best is None:
-            return
+            return files
         target = folder / f"{self.name}.best"
         if self._best_file is not None:
-            _link(self._best_file, target)
+            with checkpoint.writing(target):
+                _link(self._best_file, target)
         else:
-            checkpoint.save(target, self.best)
-        self._best_file = folder.with_suffix("") / target.name
+            self._best_digests = checkpoint.save(target, self.best)
+        self._best_file = checkpoint.final_folder(folder) / target.name
+        return files | self._best_digests  # of the bytes as first written: a file that has rotted since is found out
 
     def load_state(self, folder: Path) -> dict[str, Payload]:
         """Continue from a checkpoint folder; returns the unread messages."""
@@ -287,6 +289,8 @@ class Node:
         best = folder / f"{self.name}.best"
         if Path(f"{best}.json").is_file():
             self.best, self._best_file = checkpoint.load(best), best
+            told = checkpoint.digests(folder)
+            self._best_digests = {name: told[name] for name in (f"{best.name}.json", f"{best.name}.safetensors")}
         sent = folder / f"{self.name}.uploaded"
         self.uploaded = checkpoint.load(sent) if Path(f"{sent}.json").is_file() else {}
         first = folder / f"{self.name}.first"
@@ -332,8 +336,8 @@ class Nodes(Protocol):
     ) -> dict[str, Sent]:
         """Run a phase at every node of `inboxes`, whose values map a sender to a handle."""
 
-    def save(self, folder: Path, inboxes: Mapping[str, Mapping[str, Any]]) -> None:
-        """Every node writes itself into `folder`."""
+    def save(self, folder: Path, inboxes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Every node writes itself into `folder`; the SHA-256 of every file, once all have written theirs."""
 
     def load_state(self, folder: Path) -> dict[str, dict[str, Any]]:
         """Every node continues from `folder`; returns the unread messages as handles, by receiver."""
@@ -374,9 +378,11 @@ class InProcess:
             done[name] = Sent({receiver: freeze(payload) for receiver, payload in send.items()}, rows, metrics)
         return done
 
-    def save(self, folder: Path, inboxes: Mapping[str, Mapping[str, Any]]) -> None:
+    def save(self, folder: Path, inboxes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        files: dict[str, str] = {}
         for name, node in self.nodes.items():
-            node.save(folder, inboxes.get(name, {}))
+            files |= node.save(folder, inboxes.get(name, {}))
+        return files
 
     def load_state(self, folder: Path) -> dict[str, dict[str, Any]]:
         return {

@@ -69,8 +69,8 @@ class NodeActor:
         send, rows, metrics = self.node.run_phase(stage, part, phase, round, _fetch(inbox))
         return Sent(_put(send), rows, metrics)
 
-    def save(self, folder: Path, inbox: Mapping[str, Ref]) -> None:
-        self.node.save(folder, _fetch(inbox))
+    def save(self, folder: Path, inbox: Mapping[str, Ref]) -> dict[str, str]:
+        return self.node.save(folder, _fetch(inbox))
 
     def load_state(self, folder: Path) -> dict[str, Ref]:
         return _put(self.node.load_state(folder))
@@ -188,10 +188,11 @@ class RayNodes:
             }
         )
 
-    def save(self, folder: Path, inboxes: Mapping[str, Mapping[str, Any]]) -> None:
-        self._gather(
+    def save(self, folder: Path, inboxes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        written: dict[str, dict[str, str]] = self._gather(
             {name: actor.save.remote(folder, dict(inboxes.get(name, {}))) for name, actor in self.actors.items()}
         )
+        return {name: told for files in written.values() for name, told in files.items()}
 
     def load_state(self, folder: Path) -> dict[str, dict[str, Any]]:
         return self._gather({name: actor.load_state.remote(folder) for name, actor in self.actors.items()})

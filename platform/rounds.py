@@ -5,6 +5,7 @@ What a run has done so far is a `Progress`; together with the nodes' own checkpo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
@@ -76,7 +77,7 @@ class Progress:
     latest: dict[str, float] = field(default_factory=dict)
     stopped: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    logs: dict[str, int] = field(default_factory=dict)
+    logs: dict[str, dict[str, Any]] = field(default_factory=dict)
     budget_stops: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -108,28 +109,56 @@ def check_method(method: Method, config: MethodConfig) -> tuple[Stage, ...]:
 
 
 class _Log:
-    """An append-only file of JSON lines that goes back to its last committed length."""
+    """An append-only file of JSON lines that goes back to what was committed of it.
+
+    What is committed of it is its length in bytes and their SHA-256, kept along the way.
+    """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self._bytes, self._hash = path, 0, hashlib.sha256()
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
         try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
+            with self.path.open("ab") as file:
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             raise CrossfedError(
                 f"{self.path} cannot be written ({error.strerror}); the last committed round stays. Free the disk and --resume."
             ) from error
+        self._bytes += len(data)
+        self._hash.update(data)
 
-    def length(self) -> int:
-        return self.path.stat().st_size if self.path.exists() else 0
+    def state(self) -> dict[str, Any]:
+        """What a commit remembers."""
+        return {"bytes": self._bytes, "sha256": self._hash.hexdigest()}
 
-    def truncate(self, length: int) -> None:
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise CrossfedError unless the file begins with what was committed of it."""
+        if self._read(state["bytes"]).hexdigest() != state["sha256"]:
+            raise CrossfedError(f"the first {state['bytes']:,} bytes of {self.path} differ from what was written")
+
+    def go_back(self, state: Mapping[str, Any] | None) -> None:
+        """Forget what was written after a commit; everything with None."""
+        self._bytes = state["bytes"] if state else 0
+        self._hash = self._read(self._bytes)
         if self.path.exists():
-            os.truncate(self.path, length)
+            os.truncate(self.path, self._bytes)
+
+    def _read(self, length: int) -> Any:
+        """The hash over the first `length` bytes."""
+        found, left = hashlib.sha256(), length
+        if left:
+            try:
+                with self.path.open("rb") as file:
+                    while left and (block := file.read(min(left, 1 << 20))):
+                        found.update(block)
+                        left -= len(block)
+            except OSError as error:
+                raise CrossfedError(f"{self.path} cannot be read ({error.strerror})") from error
+        return found
 
     def rows(self) -> list[dict[str, Any]]:
         if not self.path.exists():
@@ -144,13 +173,14 @@ class Rounds:
         plan: the run.
         nodes: where steps run.
         told: called after every round.
+        warn: told in a sentence what could not be used.
     """
 
-    def __init__(self, plan: Plan, nodes: Nodes, told: Callable[[Round], None]):
-        self.plan, self.nodes, self.told = plan, nodes, told
+    def __init__(self, plan: Plan, nodes: Nodes, told: Callable[[Round], None], warn: Callable[[str], None]):
+        self.plan, self.nodes, self.told, self.warn = plan, nodes, told, warn
         self.config: RunConfig = plan.config
         self.stages = check_method(self.config.resolved, self.config.method_config())
-        self.checkpoints = Checkpoints(plan.run_dir)
+        self.checkpoints = Checkpoints(plan.run_dir, plan.nodes)
         self.history, self.ledger = _Log(plan.run_dir / "history.jsonl"), _Log(plan.run_dir / "ledger.jsonl")
         self.progress = Progress()
         self.mail: dict[str, dict[str, Any]] = {}
@@ -164,22 +194,35 @@ class Rounds:
     # -- where the run is ----------------------------------------------------------------------------------------
 
     def restore(self) -> bool:
-        """Go to the last committed round (or the beginning); True when there was one."""
-        found = self.checkpoints.latest()
+        """Go to the last sound commit (or the beginning); True when there was one.
+
+        Raises:
+            CrossfedError: there are commits, and none of them is sound.
+        """
+        found = self.checkpoints.latest(self.warn, self._agree)
         self.progress = Progress.read(found[1]) if found else Progress()
         self.mail = self.nodes.load_state(found[0]) if found else {}
         self.rows = []
-        for name, log in (("history", self.history), ("ledger", self.ledger)):
-            log.truncate(self.progress.logs.get(name, 0))
+        self.history.go_back(self.progress.logs.get("history"))
+        self.ledger.go_back(self.progress.logs.get("ledger"))
         return found is not None
 
+    def _agree(self, progress: Mapping[str, Any]) -> None:
+        """Raise CrossfedError where a commit's progress cannot be read or does not fit the logs."""
+        try:
+            logs = Progress.read(progress).logs
+            self.history.check(logs["history"])
+            self.ledger.check(logs["ledger"])
+        except (AttributeError, KeyError, TypeError) as error:
+            raise CrossfedError(f"a commit's progress is not one of this version ({error!r})") from error
+
     def commit(self) -> None:
-        """Every node writes itself; then this state becomes the one to continue from."""
+        """Every node writes itself; once all have, this state becomes the one to continue from."""
         self.progress.commits += 1
         folder = self.checkpoints.open(self.progress.commits)
-        self.nodes.save(folder, self.mail)
-        self.progress.logs = {"history": self.history.length(), "ledger": self.ledger.length()}
-        self.checkpoints.commit(self.progress.commits, asdict(self.progress))
+        files = self.nodes.save(folder, self.mail)
+        self.progress.logs = {"history": self.history.state(), "ledger": self.ledger.state()}
+        self.checkpoints.commit(folder, asdict(self.progress), files)
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -262,7 +305,7 @@ class Rounds:
         Raises:
             CrossfedError: the budget does not let the first round start.
         """
-        if self.checkpoints.latest() is None:
+        if not self.checkpoints.committed():
             return self.accountant.expectation(self.stages, self.plan.domains)
         return [f"{name}: ε = {epsilon:g} so far" for name, epsilon in self.accountant.metrics().items()]
 

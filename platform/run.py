@@ -335,7 +335,7 @@ def _run(
             on_round(row)
 
     with _nodes(config) as nodes:
-        rounds = Rounds(plan, nodes, told)
+        rounds = Rounds(plan, nodes, told, view.warn)
         for line in rounds.expect():
             view.note(f"privacy    {line}")
         nodes.preflight(plan)
@@ -533,10 +533,10 @@ def privacy_account(run_dir: Path) -> dict[str, Any]:
     Raises:
         CrossfedError: a file of the run is damaged.
     """
-    config, last = stored_config(run_dir), Checkpoints(run_dir).latest()
+    config, last = stored_config(run_dir), Checkpoints(run_dir, ()).peek()
     releases = config.resolved.releases(config.method_config())
     accountant = privacy.Accountant(config.privacy, releases, privacy.read_lines(run_dir / privacy.RECORD))
-    stops = last[1].get("budget_stops", {}) if last else {}
+    stops = last.get("budget_stops", {}) if last else {}
     return accountant.report(privacy.read_lines(run_dir / "ledger.jsonl"), stops)
 
 

@@ -137,14 +137,15 @@ def start(spec: Spec, x: torch.Tensor, device: torch.device, **parallel: Any) ->
 
 def train_here(spec: Spec, x: torch.Tensor, folder: Path, device: torch.device) -> Mapping[str, torch.Tensor]:
     """Train an RQ-VAE in this process, from its last checkpoint in `folder` if there is one; returns its parameters."""
-    training, kept = start(spec, x, device), checkpoint.Checkpoints(folder, keep=1)
+    training, kept = start(spec, x, device), checkpoint.Checkpoints(folder, ("training",))
     if (found := kept.latest()) is not None:
         training.load_state_dict(checkpoint.load(found[0] / "training"))
     while training.done < spec.epochs:
         losses = training.epoch()
         if training.done % EVERY == 0 or training.done == spec.epochs:
-            checkpoint.save(kept.open(training.done) / "training", training.state_dict())
-            kept.commit(training.done, {"epoch": training.done, "losses": losses})
+            partial = kept.open(training.done)
+            files = checkpoint.save(partial / "training", training.state_dict())
+            kept.commit(partial, {"epoch": training.done, "losses": losses}, files)
     return training.model.state_dict()
 
 
