@@ -458,7 +458,7 @@ def _artifacts(
     tracker.describe(_described(result, plan.config.evaluation.select))
     if not plan.config.tracking.artifacts:
         return
-    for file in ("config.yaml", "data.json", "placement.json", "ledger.parquet", RESULT):
+    for file in ("config.yaml", "data.json", "placement.json", "history.jsonl", "ledger.parquet", RESULT):
         tracker.artifact(run_dir / file)
     if (run_dir / "per_user").is_dir():
         tracker.artifact(run_dir / "per_user", "per_user")

@@ -426,6 +426,44 @@ def close(settings: TrackingSettings, run_dir: Path, status: Status, reason: str
         tracker.finish(status, reason, outcome)
 
 
+@contextlib.contextmanager
+def reading(uri: str) -> Iterator[MlflowClient]:
+    """A client to look into a store with, quietly.
+
+    Raises:
+        CrossfedError: the store is away, or refuses what it is asked.
+    """
+    if uri.startswith("sqlite") and not (path := _sqlite_path(uri) or Path()).is_file():
+        raise CrossfedError(f"There is no tracking database {path}; name the store with --tracking-uri, or its folder.")
+    with _bounded(patient=True):
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        try:
+            _probe(uri)
+            yield MlflowClient(tracking_uri=uri)
+        except (MlflowException, OSError) as error:
+            raise CrossfedError(f"The tracking store {redact(uri)} gives no answer: {_words(error)}") from error
+
+
+def add_artifact(run_dir: Path, path: Path, folder: str | None = None) -> str:
+    """Record one more file with a run or study that was recorded before; says where, or why not.
+
+    Args:
+        run_dir: the directory of the run or study. path: the file. folder: where among the artifacts.
+    """
+    state = _State.read(run_dir)
+    if state is None or state.run_id is None:
+        return f"{run_dir.name} is not recorded in MLflow"
+    try:
+        uri = resolve_uri(TrackingSettings(uri=None if "***@" in state.uri else state.uri), run_dir.parent)
+        with reading(uri) as client:
+            client.log_artifact(state.run_id, str(path), folder)
+    except CrossfedError as error:
+        return f"not recorded in MLflow: {error}"
+    return f"recorded with {run_dir.name} in {redact(uri)}"
+
+
 def replay(run_dir: Path, uri: str | None = None) -> ReplaySummary:
     """Apply what a run could not record while its store was away.
 

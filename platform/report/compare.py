@@ -36,8 +36,8 @@ class Effect:
     Attributes:
         difference, relative: of the means over all seeds; relative to the baseline's, NaN where that is zero.
         users: user by user; None for metrics without a value per user. users_p: its Wilcoxon p-value after Holm.
-        seeds: seed by seed; None with fewer than two common seeds, or where all of them differ alike, which no test has a
-            statistic for. seeds_p: its t-test's p-value after Holm.
+        seeds: seed by seed; None with fewer than two common seeds, or where the difference is the same for all of them.
+            seeds_p: its t-test's p-value after Holm.
     """
 
     label: str
@@ -237,9 +237,10 @@ def _over_users(own: Sequence[Finished], other: Sequence[Finished], domain: str,
 def _over_seeds(own: dict[int, float], other: dict[int, float]) -> Comparison | None:
     shared = np.array(sorted(own.keys() & other.keys()))
     mine, theirs = (np.array([row[seed] for seed in shared]) for row in (own, other))
-    if len(shared) < 2 or np.ptp(mine - theirs) == 0:
+    if len(shared) < 2:
         return None
-    return compare(shared, mine, shared, theirs)
+    found = compare(shared, mine, shared, theirs)
+    return None if math.isinf(found.d) else found  # what no seed moves is one observation, however often it is made
 
 
 # -- as tables ---------------------------------------------------------------------------------------------------

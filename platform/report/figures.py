@@ -19,6 +19,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from crossfed.platform.progress import size
+from crossfed.platform.report.tables import pretty
 from crossfed.platform.seam import SERVER, Array, CrossfedError
 
 History = Sequence[Mapping[str, Any]]
@@ -343,13 +344,6 @@ def exported_items(folder: Path, domains: Sequence[str], result: Mapping[str, An
     if len(known) < len(vectors) or len({table.shape[1] for table in known.values()}) != 1:
         raise CrossfedError(f"{result['method']} exports no item vectors of one width, which a map is made of.")
     return item_map(known, None, About.of(result))
-
-
-def pretty(metric: str) -> str:
-    """A metric's name as it is written in papers: `ndcg_at_20` becomes NDCG@20."""
-    name, _, k = metric.partition("_at_")
-    words = {"ndcg": "NDCG", "mrr": "MRR", "map": "MAP"}.get(name, name.replace("_", " ").capitalize())
-    return f"{words}@{k}" if k else words
 
 
 def _series(history: History, kind: str) -> dict[tuple[str, str], tuple[Array, Array]]:

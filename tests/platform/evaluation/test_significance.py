@@ -1,6 +1,10 @@
+"""Paired tests, their effect sizes and intervals, each checked against statsmodels, scipy or a case solved by hand."""
+
 import numpy as np
 import pytest
 from scipy import stats
+from statsmodels.stats.multitest import multipletests
+from statsmodels.stats.weightstats import DescrStatsW
 
 from crossfed.platform.evaluation.significance import compare, holm
 from crossfed.platform.seam import CrossfedError
@@ -11,36 +15,52 @@ def test_users_are_paired_by_row_number():
     users, values = np.array([3, 1, 2]), np.array([0.3, 0.1, 0.2])
     result = compare(users, values, users[::-1], values[::-1])
     assert (result.difference, result.low, result.high) == (0, 0, 0)
-    assert (result.t_p, result.wilcoxon_p) == (1, 1)
+    assert (result.t_p, result.wilcoxon_p, result.d, result.rank_biserial) == (1, 1, 0, 0)
 
 
 def test_t_statistic_by_hand():
-    """Differences 1, 2, 3: mean 2, standard error 1/√3, t = 2√3 with 2 degrees of freedom."""
+    """Differences 1, 2, 3: mean 2, deviation 1, standard error 1/√3, t = 2√3 with 2 degrees of freedom; all ranks in favour."""
     result = compare(np.arange(3), np.array([2.0, 4.0, 6.0]), np.arange(3), np.array([1.0, 2.0, 3.0]))
-    assert result.n_users == 3 and result.difference == pytest.approx(2)
+    assert result.n == 3 and result.difference == pytest.approx(2)
     assert result.t_p == pytest.approx(2 * stats.t.sf(2 * np.sqrt(3), 2))
     assert result.wilcoxon_p == pytest.approx(2 / 2**3)  # all signs equal: 2 of the 2³ assignments are as extreme
-    assert 1 <= result.low < result.difference < result.high <= 3
+    half = stats.t.ppf(0.975, 2) / np.sqrt(3)
+    assert (result.low, result.high) == (pytest.approx(2 - half), pytest.approx(2 + half))
+    assert (result.d, result.rank_biserial) == (pytest.approx(2), 1)
 
 
-def test_direction_and_interval():
-    rng = np.random.default_rng(0)
-    base = rng.random(400)
-    users, better = np.arange(400), base + rng.normal(0.05, 0.1, 400)
-    result, reverse = compare(users, better, users, base), compare(users, base, users, better)
-    assert result.difference > 0 and result.low > 0 and result.t_p < 1e-6 and result.wilcoxon_p < 1e-6
-    assert reverse.difference == pytest.approx(-result.difference) and reverse.t_p == pytest.approx(result.t_p)
-    # For a mean of 400 values the percentile interval is close to the normal one.
-    half = stats.norm.ppf(0.975) * np.std(better - base) / np.sqrt(400)
-    assert result.high - result.low == pytest.approx(2 * half, rel=0.1)
-    wider = compare(users, better, users, base, confidence=0.99)
-    assert wider.low < result.low < result.high < wider.high
+def test_rank_biserial_by_hand():
+    """Differences 0, 1, -2, 3, 3: ranks 1, 2, 3.5, 3.5 without the zero; (1 + 7 - 2) / 10."""
+    other = np.zeros(5)
+    result = compare(np.arange(5), np.array([0.0, 1.0, -2.0, 3.0, 3.0]), np.arange(5), other)
+    assert result.rank_biserial == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("n", [3, 20, 400])
+def test_agrees_with_statsmodels_and_scipy(n):
+    rng = np.random.default_rng(n)
+    base = rng.random(n).round(2)  # rounded: ties and zero differences, as metrics have
+    other = (base + rng.normal(0.05, 0.2, n)).round(2)
+    users = rng.permutation(n)
+    result, reverse = compare(users, other, users, base), compare(users, base, users, other)
+    told = DescrStatsW(other - base)
+    assert result.difference == pytest.approx(told.mean)
+    assert (result.low, result.high) == pytest.approx(told.tconfint_mean(0.05))
+    assert result.t_p == pytest.approx(told.ttest_mean(0)[1])
+    assert result.d == pytest.approx(told.ttest_mean(0)[0] / np.sqrt(n))
+    assert result.wilcoxon_p == pytest.approx(stats.wilcoxon(other, base).pvalue)
+    up, down = stats.wilcoxon(other, base, alternative="greater"), stats.wilcoxon(base, other, alternative="greater")
+    assert result.rank_biserial == pytest.approx((up.statistic - down.statistic) / (up.statistic + down.statistic))
+    assert reverse.difference == pytest.approx(-result.difference) and reverse.d == pytest.approx(-result.d)
+    wider = compare(users, other, users, base, confidence=0.99)
+    assert (wider.low, wider.high) == pytest.approx(told.tconfint_mean(0.01))
 
 
 def test_the_same_difference_for_everybody():
     result = compare(np.arange(3), np.full(3, 0.75), np.arange(3), np.full(3, 0.5))
     assert (result.low, result.high, result.t_p) == (0.25, 0.25, 0)
     assert result.wilcoxon_p == pytest.approx(0.25)
+    assert (result.d, result.rank_biserial) == (np.inf, 1)
 
 
 @pytest.mark.parametrize(
@@ -64,3 +84,10 @@ def test_holm_keeps_order_and_stays_below_one():
     assert holm({"a": 0.2, "b": 0.3, "c": 0.31}) == pytest.approx({"a": 0.6, "b": 0.6, "c": 0.6})
     assert holm({"a": 0.8, "b": 0.9}) == {"a": 1, "b": 1}
     assert holm({}) == {}
+
+
+def test_holm_agrees_with_statsmodels():
+    for seed in range(20):
+        p = np.random.default_rng(seed).beta(0.3, 2, 9)
+        adjusted = holm(dict(enumerate(p.tolist())))
+        assert list(adjusted.values()) == pytest.approx(multipletests(p, method="holm")[1].tolist())
