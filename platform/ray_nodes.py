@@ -112,7 +112,9 @@ class RayNodes:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self.terminate)
         total = ray.cluster_resources()
-        self.shares = cluster.shares(resources, plan.nodes, total.get("CPU", 0.0), total.get("GPU", 0.0))
+        self.shares = cluster.shares(
+            resources, plan.nodes, total.get("CPU", 0.0), total.get("GPU", 0.0), cluster.SERVER_RESOURCE in total
+        )
         cluster.preflight(self.shares, ray.nodes())
 
     def start(self, plan: Plan, artifacts: Artifacts) -> None:

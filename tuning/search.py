@@ -100,10 +100,11 @@ def slots(
         at_once = concurrent or max(1, int(cpus))
         share = cluster.Share(max(0.01, int(100 * min(1.0, cpus / at_once)) / 100), 0.0)
         return Slots(({"CPU": share.cpus},), base, at_once, share.cpus, 0.0)
-    wanted = cluster.shares(base.resources, nodes, cpus, gpus)
+    set_aside = any(cluster.SERVER_RESOURCE in row for row in alive)
+    wanted = cluster.shares(base.resources, nodes, cpus, gpus, set_aside)
     cluster.preflight(wanted, [dict(row) for row in machines])
     at_once = concurrent or _fitting(base, len(nodes), wanted, cpus, gpus)
-    wanted = cluster.shares(base.resources, nodes, cpus / at_once, gpus / at_once)
+    wanted = cluster.shares(base.resources, nodes, cpus / at_once, gpus / at_once, set_aside)
     domain = next(share for name, share in wanted.items() if name != cluster.SERVER)
     server = wanted.get(cluster.SERVER, domain)
     resources = base.resources.model_copy(

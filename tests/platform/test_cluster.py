@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from crossfed.platform.cluster import Share, connect, preflight, shares
+from crossfed.platform import cluster
+from crossfed.platform.cluster import SERVER_RESOURCE, Share, connect, preflight, reach, shares
 from crossfed.platform.config import Resources, build
 from crossfed.platform.nodes import local_device
 from crossfed.platform.seam import SERVER, CrossfedError
@@ -29,6 +33,29 @@ def test_shares_divide_what_there_is() -> None:
     assert shares(Resources(), NODES, cpus=64, gpus=8)["films"] == Share(1.0, 1.0)
     assert shares(Resources(device="cpu"), NODES, cpus=64, gpus=8)["films"].gpus == 0
     preflight(found, [machine(2, 1)])
+
+
+@pytest.mark.parametrize(("gpus", "share"), [(2, 0.5), (3, 1.0), (1.5, 0.5), (0.5, 0.16), (0, 0.0)])
+def test_domains_share_whole_gpus(gpus: float, share: float) -> None:
+    """Three domains on two GPUs: two on one, one on the other, 1 / ceil(3 / 2) each; 2 / 3 each would fit only twice."""
+    found = shares(Resources(), NODES, cpus=8, gpus=gpus)
+    assert found["games"].gpus == share
+    if gpus == int(gpus):
+        preflight(found, [machine(8, 0)] + [machine(0, 1)] * int(gpus))
+
+
+def test_the_server_stays_on_machines_that_are_set_aside() -> None:
+    found = shares(Resources(cpus_server=2), NODES, cpus=8, gpus=0, set_aside=True)
+    assert found[SERVER].bundle() == {"CPU": 2, SERVER_RESOURCE: 0.001}
+    assert found["books"].bundle() == {"CPU": 1.0}
+    head = machine(2)
+    head["Resources"][SERVER_RESOURCE] = 1.0
+    preflight(found, [machine(8), head])
+    head["Resources"]["CPU"] = 1.0
+    with pytest.raises(
+        CrossfedError, match=r"server asks for 2 CPUs .* set aside .* has 1; lower resources.cpus_server"
+    ):
+        preflight(found, [machine(8), head])
 
 
 def test_configured_shares_are_kept() -> None:
@@ -79,6 +106,91 @@ def test_an_address_where_nothing_listens_fails_at_once(monkeypatch: pytest.Monk
     with pytest.raises(CrossfedError, match=r"No Ray cluster can be joined at '127\.0\.0\.1:1': .*refused"):
         connect(Resources(address="127.0.0.1:1"))
     assert time.monotonic() - began < 5
+
+
+@pytest.fixture
+def listener() -> Iterator[list]:
+    """[port, what it answers to everyone]; it says nothing at first."""
+    talk: list = [0, b""]
+    with socket.create_server(("", 0)) as server:
+        talk[0] = server.getsockname()[1]
+        kept: list[socket.socket] = []
+
+        def serve() -> None:
+            while True:
+                try:
+                    kept.append(server.accept()[0])
+                except OSError:
+                    return
+                kept[-1].sendall(talk[1])
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield talk
+        server.shutdown(socket.SHUT_RDWR)
+        for connection in kept:
+            connection.close()
+
+
+SETTINGS = bytes(3) + b"\x04" + bytes(5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"", "what listens there is not Ray"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "what listens there is not Ray"),
+        (SETTINGS, "does not answer as Ray's head node does"),
+    ],
+)
+def test_what_is_no_ray_is_refused_in_seconds(
+    listener: list, answer: bytes, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that is silent, one that speaks HTTP/1.1, and one that speaks HTTP/2 and then is silent."""
+    monkeypatch.setattr(cluster, "_PATIENCE", 0.5)
+    listener[1] = answer
+    began = time.monotonic()
+    with pytest.raises(
+        CrossfedError, match=rf"No Ray cluster can be joined at '127\.0\.0\.1:{listener[0]}': .*{words}"
+    ):
+        reach(f"127.0.0.1:{listener[0]}")
+    assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:99999", "127.0.0.1:http", "no-such-host.invalid:6379"])
+def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(CrossfedError, match=f"No Ray cluster can be joined at {address!r}: "):
+        reach(address)
+
+
+def test_a_token_file_that_cannot_be_read_is_told(
+    listener: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would abort the process."""
+    listener[1] = SETTINGS
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    path = tmp_path / "token"
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+    with pytest.raises(CrossfedError, match=r"RAY_AUTH_TOKEN_PATH names .*token, which cannot be read \(No such file"):
+        reach(f"127.0.0.1:{listener[0]}")
+    path.write_text("\n")
+    with pytest.raises(CrossfedError, match="which holds no token"):
+        reach(f"127.0.0.1:{listener[0]}")
+
+
+def test_a_local_cluster_listens_on_the_loopback_interface(ray_cluster: None) -> None:
+    import ipaddress
+
+    import psutil
+
+    me = psutil.Process()
+    ours = {me.pid, *(child.pid for child in me.children(recursive=True))}
+    listening = [
+        ipaddress.ip_address(row.laddr.ip.removeprefix("::ffff:"))
+        for row in psutil.net_connections(kind="inet")
+        if row.status == psutil.CONN_LISTEN and row.pid in ours
+    ]
+    assert len(listening) > 3 and all(address.is_loopback for address in listening)
 
 
 def test_a_local_cluster_that_does_not_come_up_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
