@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from crossfed.platform import cli_report
+from crossfed.platform.cli_audit import audit
 from crossfed.platform.cli_tune import tune_all, tune_app
 from crossfed.platform.seam import CrossfedError, Release, Scope
 
@@ -33,6 +34,7 @@ data_app = typer.Typer(help="Prepare, generate and describe data sets.", no_args
 app.add_typer(data_app, name="data")
 app.add_typer(tune_app, name="tune")
 app.command("tune-all")(tune_all)
+app.command("audit")(audit)
 app.command("compare")(cli_report.compare)
 app.command("figures")(cli_report.figures)
 
@@ -154,7 +156,7 @@ def run(
             },
         )
     try:
-        with _terminable():
+        with terminable():
             result = run_federation(config, resume=run_dir, view=view, finish=test_once, started=started.append)
     except KeyboardInterrupt:
         where = started[0] if started else None
@@ -164,7 +166,7 @@ def run(
     typer.echo(f"{result.run_dir / 'result.json'}")
 
 
-class _terminable:
+class terminable:
     """Let SIGTERM end a run the way Ctrl-C does, so that actors and the tracker are closed."""
 
     def __enter__(self) -> None:

@@ -117,8 +117,8 @@ class Arm:
 
 def arms(config: RunConfig, local: RunConfig) -> dict[str, RunConfig]:
     """The configuration of every arm, with the seed of `config`."""
-    controlled = {control: config.model_copy(update={"control": control}) for control in CONTROLS}
-    return {LOCAL: local, HONEST: config, **controlled}
+    found = {LOCAL: local, HONEST: config}
+    return found | {str(control): config.model_copy(update={"control": control}) for control in CONTROLS}
 
 
 def run_arms(
@@ -161,10 +161,10 @@ def run_arms(
         "tracking": config.tracking.model_copy(update=tracking),
     }
     data = read_json(run_dir / "data.json")
-    done, total = [], seeds * len(wanted)
+    done: list[Arm] = []
     for seed in range(config.seed, config.seed + seeds):
         for name, base in wanted.items():
-            number = f"{len(done) + 1} of {total}: {name}, seed {seed}"
+            number = f"{len(done) + 1} of {seeds * len(wanted)}: {name}, seed {seed}"
             one = base.model_copy(update={"seed": seed, **place})
             if name == HONEST and seed == config.seed:
                 done.append(Arm(name, seed, run_dir))
