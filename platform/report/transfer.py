@@ -2,8 +2,8 @@
 
 Per domain, with the test metric m averaged over seeds: the gain of an arm is m(arm) - m(local), and what survives a control
 is the share gain(control) / gain(honest). Its interval is a bootstrap over users (values averaged over seeds first), each
-resample of users being the same for all arms. Every arm is also tested against the honest run, user by user (Wilcoxon),
-and the p-values are corrected by Holm's method over all rows of the table.
+resample of users being the same for all arms. Every arm is also tested against the honest run, user by user, by the paired
+t-test and by Wilcoxon's signed-rank test; each family is corrected by Holm's method over all rows, and the larger p counts.
 """
 
 from __future__ import annotations
@@ -58,11 +58,10 @@ def measure(arms: Sequence[Arm], metric: str) -> dict[str, Any]:
     whole = [arm for arm in ARMS if groups[arm] and all(a.problem is None for a in arms if a.name == arm)]
     seeds = sorted({arm.seed for arm in arms})
     domains = {domain: _domain(groups, whole, domain, name) for domain in runs[0].result["domains"]}
-    adjusted = holm(
-        {(d, arm): row["test"]["wilcoxon_p"] for d, rows in domains.items() for arm, row in rows.items() if row["test"]}
-    )
-    for (domain, arm), p in adjusted.items():
-        domains[domain][arm]["test"]["p_holm"] = p
+    tests = {(d, arm): row["test"] for d, rows in domains.items() for arm, row in rows.items() if row["test"]}
+    by_mean, by_rank = (holm({key: test[p] for key, test in tests.items()}) for p in ("t_p", "wilcoxon_p"))
+    for key, test in tests.items():
+        test["p_holm"] = max(by_mean[key], by_rank[key])
     local = groups[LOCAL][0].result
     return {
         "method": groups[HONEST][0].result["method"],
@@ -198,8 +197,8 @@ def caption(block: Mapping[str, Any]) -> str:
         f"candidates {among}; local is {block['local']['method']}. Test {pretty(block['metric'])} of the state selected on "
         f"validation, mean ± standard deviation over seeds {', '.join(map(str, block['seeds']))}. A gain survives by the "
         "share of (honest - local) that (control - local) still has, with a 95 % bootstrap interval over users; a share is "
-        f"given where honest is better than local (p < {LEVEL:g}). p: Wilcoxon signed-rank over users, the run against "
-        "honest, values averaged over seeds, adjusted by Holm's method over all rows."
+        f"given where honest is better than local (p < {LEVEL:g}). p: the run against honest over users, values averaged over "
+        "seeds; the larger of the paired t-test's and Wilcoxon's, adjusted by Holm's method over all rows."
     )
 
 

@@ -204,6 +204,35 @@ def test_numbers_by_hand(copies: tuple[Path, list[Arm]]) -> None:
     assert row["noise"]["test"]["difference"] == pytest.approx((users[0] - users[1]).mean())
 
 
+def test_p_values_are_corrected_over_all_rows(copies: tuple[Path, list[Arm]]) -> None:
+    """Four tests in each of two domains. Holm's adjusted value of p is the largest (m - number smaller) · q of all q ≤ p."""
+    _, arms = copies
+    raw: dict[tuple[str, str], tuple[float, float]] = {}
+    for domain in ("left", "right"):
+        users = {
+            name: sum(
+                pd.read_parquet(arm.path / "per_user" / f"{domain}.test.parquet").set_index("user")["recall_at_20"]
+                for arm in arms
+                if arm.name == name
+            )
+            for name in ARMS
+        }
+        for name in set(ARMS) - {"honest"}:
+            difference = (users[name] - users["honest"]) / 2
+            raw[domain, name] = stats.ttest_1samp(difference, 0).pvalue, stats.wilcoxon(difference).pvalue
+    block = measure(arms, "recall_at_20")
+    for (domain, name), own in raw.items():
+        adjusted = [
+            max(
+                (8 - sum(r[kind] < q[kind] for r in raw.values())) * q[kind]
+                for q in raw.values()
+                if q[kind] <= own[kind]
+            )
+            for kind in (0, 1)
+        ]
+        assert block["domains"][domain][name]["test"]["p_holm"] == pytest.approx(max(adjusted), rel=1e-9)
+
+
 def test_a_deaf_method_keeps_all_of_its_gain(data: Path, tmp_path: Path) -> None:
     run_dir = run_federation(config("toy_controls:DEAF", data, tmp_path), finish=final_test).run_dir
     block = measure(beside(run_dir, 1), "recall_at_20")
