@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from crossfed.platform import transfer
 from crossfed.platform.checkpoint import read_json, write_json
