@@ -30,6 +30,12 @@ def check_control(method: Method, control: Control) -> None:
         )
 
 
+def blame(error: BaseException, control: Control) -> None:
+    """Let the sentence of a failed run say that it ran under a control, since a method may diverge on what means nothing."""
+    if control != "none" and isinstance(error, CrossfedError):
+        error.args = (f"Under control={control}, which replaces what is received: {error}",)
+
+
 def noise(value: Array, rng: np.random.Generator) -> Array:
     """An array of the same shape and dtype that tells nothing but the array's mean and variance.
 

@@ -30,7 +30,7 @@ from crossfed.platform import privacy, tokeniser
 from crossfed.platform.artifacts import ArtifactStore, default_root
 from crossfed.platform.checkpoint import Checkpoints, read_json, write_json, writing
 from crossfed.platform.config import RunConfig, build
-from crossfed.platform.controls import check_control
+from crossfed.platform.controls import blame, check_control
 from crossfed.platform.data import synthetic
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.nodes import Artifacts, InProcess, Measured, NodeLost, Nodes, Plan
@@ -151,6 +151,7 @@ def run_federation(
         try:
             result = _run(plan, data, tracker, view, on_round, finish, artifacts)
         except BaseException as error:
+            blame(error, config.control)
             tracker.finish(*_ended(error))
             raise
         tracker.finish("FINISHED")

@@ -60,7 +60,7 @@ def audit(run_dir: Path) -> Page:
 
 def _about(config: RunConfig, run_dir: Path, finished: bool) -> tuple[str, ...]:
     data = read_json(run_dir / "data.json")
-    kind = "synthetic data" if data["manifest"].get("synthetic") or config.data is None else "data"
+    kind = "synthetic data" if data["manifest"]["synthetic"] else "data"
     name = config.data.name if config.data else "the embedded shops"
     lines = [
         f"{config.resolved.title} ({config.resolved.paper}); {kind} {name} ({data['fingerprint'][:12]}): "

@@ -101,6 +101,7 @@ def test_a_control_that_breaks_the_method_is_told_and_the_others_go_on(data: Pat
     arms = beside(run_dir, 1)
     problems = {arm.name: arm.problem for arm in arms if arm.problem}
     assert list(problems) == ["noise"] and "NaN" in str(problems["noise"])
+    assert str(problems["noise"]).startswith("Under control=noise, which replaces what is received: Domain left")
     block = measure(arms, "recall_at_20")
     assert "noise" not in block["domains"]["left"] and block["domains"]["left"]["stale"]["share"] == 0
     rows = [row for row in table(block).rows if row[1] == "noise"]
