@@ -139,6 +139,17 @@ class Resources(Settings):
     threads: int = Field(1, ge=1, le=512, description="torch threads per node; part of what makes CPU runs bit-equal")
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field("PACK", description="Ray's strategy")
     start_timeout: float = Field(120.0, gt=0, description="seconds within which all actors must be up")
+    round_timeout: float = Field(
+        21_600.0,
+        gt=0,
+        description="seconds within which every node must have done its part of a round; later ones are lost",
+    )
+    heartbeat_timeout: float = Field(
+        120.0, gt=0, description="seconds without a sign of life from a node's process after which it is lost"
+    )
+    on_failure: Literal["rollback", "fail"] = Field(
+        "rollback", description="when a node is lost: rollback goes on from the last committed round; fail ends the run"
+    )
     max_restarts: int = Field(2, ge=0, description="how often lost nodes are restarted from the last committed round")
 
 

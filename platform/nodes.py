@@ -328,6 +328,9 @@ class Nodes(Protocol):
     def start(self, plan: Plan, artifacts: Artifacts) -> None:
         """Build every node and its initial state."""
 
+    def deadline(self, seconds: float, what: str) -> None:
+        """From now on, all that is asked of the nodes must be done within so many seconds; `what` it is, in words."""
+
     def each(self, call: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
         """Call a `Node` method at every named node, in parallel where possible; results by node."""
 
@@ -365,6 +368,9 @@ class InProcess:
         sizes = {name: node.prepare(artifacts.get(name, {})) for name, node in self.nodes.items()}
         for node in self.nodes.values():
             node.connect(sizes)
+
+    def deadline(self, seconds: float, what: str) -> None:
+        """Nobody waits for another process here; a step that is too slow can be seen, but not be left behind."""
 
     def each(self, call: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
         return {name: getattr(self.nodes[name], call)(*values) for name, values in args.items()}
@@ -418,4 +424,7 @@ def local_device(config: RunConfig) -> torch.device:
 
 
 class NodeLost(Exception):
-    """A node died (its process, its machine, or its memory); the run goes back to the last committed round."""
+    """A node died (its process, its machine, or its memory), fell silent or was late.
+
+    The run goes back to the last committed round, or ends (`resources.on_failure`).
+    """

@@ -10,13 +10,24 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnschedulableError,
+    NodeDiedError,
+    ObjectLostError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -26,6 +37,15 @@ from crossfed.platform.seam import SERVER, CrossfedError, Payload
 
 _KEPT: dict[tuple[Any, ...], dict[str, Any]] = {}
 """Emptied node processes of this trial, by placement."""
+
+LOST = (RayActorError, OutOfMemoryError, ObjectLostError, NodeDiedError, WorkerCrashedError, ActorUnschedulableError)
+"""What Ray raises where an actor, its machine, or a message that it owned is gone."""
+
+GRACE = 5.0
+"""Seconds that the other nodes have to finish when one has raised; so that of several errors always the same is told."""
+
+PULSE = "pulse"
+"""The actors' second thread, which answers while a step runs in the first."""
 
 Ref = Any
 """An object reference; Ray's own annotation has no useful type argument for a payload."""
@@ -57,6 +77,10 @@ class NodeActor:
         else:
             device, self.gpus = cluster.assigned_device(plan.config.resources, name)
         self.node = Node(plan, name, device)
+
+    @ray.method(concurrency_group=PULSE)
+    def alive(self) -> None:
+        """A sign of life; answered beside a running step."""
 
     def clear(self) -> None:
         """Drop the node, and with it all data and state of its run."""
@@ -102,9 +126,11 @@ class RayNodes:
         self.group: PlacementGroup | None = None
         self.shares: dict[str, cluster.Share] = {}
         self.started = False
-        self.timeout: float | None = None
+        self.began, self.allowed, self.what = time.monotonic(), 0.0, ""
+        self.heartbeat = 0.0
         self.inherited = ray.is_initialized() and ray.util.get_current_placement_group() is not None
         self.sound = True
+        self.restarting = False
 
     def preflight(self, plan: Plan) -> None:
         resources = plan.config.resources
@@ -118,12 +144,12 @@ class RayNodes:
         cluster.preflight(self.shares, ray.nodes())
 
     def start(self, plan: Plan, artifacts: Artifacts) -> None:
-        self.preflight(plan)  # machines may have come or gone since the last start
+        self._room(plan)
         resources = plan.config.resources
         inherited = ray.util.get_current_placement_group() if self.inherited else None
         self.group = inherited or cluster.reserve(self.shares, resources.placement, resources.start_timeout)
         self.actors = _KEPT.pop(self._place(), {})
-        actor = ray.remote(NodeActor)
+        actor = ray.remote(concurrency_groups={PULSE: 1})(NodeActor)  # type: ignore[call-overload]
         for index, (name, share) in enumerate(self.shares.items()):
             if name not in self.actors:
                 self.actors[name] = actor.options(
@@ -134,11 +160,39 @@ class RayNodes:
                     ),
                     max_restarts=0,  # a restart would lose the state silently; the run goes back to its last commit
                 ).remote()
-        self.timeout = resources.start_timeout
-        self._gather({name: actor.build.remote(plan, name) for name, actor in self.actors.items()})
-        self.timeout = None
+        self.heartbeat = 0.0  # an actor whose process is still starting shows no sign of life
+        self.deadline(resources.start_timeout, "their start")
+        try:
+            self._gather({name: actor.build.remote(plan, name) for name, actor in self.actors.items()})
+        except _Late as error:
+            raise CrossfedError(
+                f"{', '.join(error.names)} did not start within {resources.start_timeout:g} s (resources.start_timeout)."
+            ) from error
+        self.heartbeat = resources.heartbeat_timeout
+        self.deadline(resources.round_timeout, "loading the data")
         sizes = self.each("prepare", {name: (ray.put(dict(artifacts.get(name, {}))),) for name in self.actors})
         self.each("connect", dict.fromkeys(self.actors, (sizes,)))
+        self.restarting = True  # from here on, whoever starts again has lost something
+
+    def deadline(self, seconds: float, what: str) -> None:
+        self.began, self.allowed, self.what = time.monotonic(), seconds, what
+
+    def _room(self, plan: Plan) -> None:
+        """The preflight of every start, since machines come and go; a lost one has `start_timeout` to be replaced."""
+        before, until = self.shares, time.monotonic() + plan.config.resources.start_timeout
+        while True:
+            try:
+                self.preflight(plan)
+                if any(share.gpus for share in before.values()) and not any(
+                    share.gpus for share in self.shares.values()
+                ):
+                    raise CrossfedError("No machine with a GPU is left, and this run began on GPUs.")
+                return
+            except CrossfedError:
+                self.shares = before
+                if not self.restarting or time.monotonic() > until:
+                    raise
+                time.sleep(1.0)
 
     def _place(self) -> tuple[Any, ...]:
         """What a kept process must agree in: the group, and every node's name and share."""
@@ -152,30 +206,37 @@ class RayNodes:
         return done
 
     def _collect(self, refs: Mapping[str, Ref]) -> dict[str, Any]:
-        """Results by node.
+        """Results by node, each looked at as it comes in.
 
         Raises:
-            CrossfedError: what a node raised, or it did not start in time.
-            NodeLost: an actor, its machine, or a message it owned is gone.
+            CrossfedError: what a node raised.
+            NodeLost: an actor, its machine, or a message it owned is gone; its process is silent; or it is late.
         """
-        done = {}
-        for name, ref in refs.items():
-            try:
-                done[name] = ray.get(ref, timeout=self.timeout)
-            except GetTimeoutError as error:
-                raise CrossfedError(
-                    f"{name} did not start within {self.timeout:g} s (resources.start_timeout)."
-                ) from error
-            except (RayActorError, OutOfMemoryError, ObjectLostError) as error:
-                raise NodeLost(f"{name} was lost: {_reason(error)}") from error
-            except RayTaskError as error:
-                cause = error.cause
-                if isinstance(cause, CrossfedError):
-                    raise cause from None
-                if isinstance(cause, RayActorError | OutOfMemoryError | ObjectLostError):
-                    raise NodeLost(f"a message to {name} was lost: {_reason(cause)}") from error
-                raise
-        return done
+        waiting, pulse = {ref: name for name, ref in refs.items()}, _Pulse(self.actors, self.heartbeat)
+        done: dict[str, Any] = {}
+        seconds: dict[str, float] = {}
+        errors: dict[str, Exception] = {}
+        until = self.began + self.allowed
+        while waiting and (left := until - time.monotonic()) > 0:
+            ready, _ = ray.wait(list(waiting), timeout=min(left, pulse.every))
+            for ref in ready:
+                name = waiting.pop(ref)
+                seconds[name] = time.monotonic() - self.began
+                try:
+                    done[name] = ray.get(ref)  # is there: does not wait
+                except Exception as error:
+                    errors[name] = _told(name, error)
+                    if isinstance(errors[name], NodeLost):
+                        raise errors[name] from error
+            if errors and until > (soon := time.monotonic() + GRACE):
+                until = soon
+            if not ready:
+                pulse.check()
+        if errors:
+            raise next(errors[name] for name in refs if name in errors)
+        if waiting:
+            raise _Late(self.what, self.allowed, list(waiting.values()), seconds)
+        return {name: done[name] for name in refs}
 
     def each(self, call: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
         return self._gather({name: self.actors[name].call.remote(call, *values) for name, values in args.items()})
@@ -229,6 +290,76 @@ class RayNodes:
             if self.started:
                 ray.shutdown()
         self.started = False
+
+
+class _Late(NodeLost):
+    """Nodes did not answer in time.
+
+    Args:
+        what: what was asked of them. allowed: seconds from its beginning on. names: who has not answered.
+        seconds: when the others had, by name.
+    """
+
+    def __init__(self, what: str, allowed: float, names: list[str], seconds: Mapping[str, float]):
+        others = ", ".join(f"{name} {took:.1f} s" for name, took in seconds.items()) or "nobody"
+        super().__init__(
+            f"{', '.join(names)} had no answer {allowed:g} s after {what} began (resources.round_timeout); in time: {others}"
+        )
+        self.names = names
+
+
+class _Pulse:
+    """Asks actors for a sign of life.
+
+    Args:
+        actors: by name. limit: seconds without one after which an actor counts as lost; 0 asks nobody.
+    """
+
+    def __init__(self, actors: Mapping[str, Any], limit: float):
+        self.actors, self.limit, self.every = actors, limit, min(10.0, limit / 4) or 10.0
+        self.seen = dict.fromkeys(actors, time.monotonic())
+        self.asked: dict[str, Ref] = {}
+
+    def check(self) -> None:
+        """Read the answers, ask again.
+
+        Raises:
+            NodeLost: an actor is gone, or has been silent for too long.
+        """
+        if not self.limit:
+            return
+        now = time.monotonic()
+        for name, actor in self.actors.items():
+            if name in self.asked and ray.wait([self.asked[name]], timeout=0)[0]:
+                try:
+                    ray.get(self.asked.pop(name))
+                except LOST as error:
+                    raise NodeLost(f"{name} was lost: {_reason(error)}") from error
+                self.seen[name] = now
+            if name not in self.asked:
+                self.asked[name] = actor.alive.remote()
+            if now - self.seen[name] > self.limit:
+                raise NodeLost(
+                    f"{name} was lost: its process has not answered for {now - self.seen[name]:.0f} s "
+                    "(resources.heartbeat_timeout)"
+                )
+
+
+def _told(name: str, error: Exception) -> Exception:
+    """What a node's error means for the run."""
+    if isinstance(error, RayTaskError):  # first, because Ray makes it an instance of its cause's class, too
+        if isinstance(error.cause, CrossfedError):
+            return error.cause
+        if isinstance(error.cause, LOST):
+            return NodeLost(f"a message to {name} was lost: {_reason(error.cause)}")
+        if isinstance(error.cause, ObjectStoreFullError | OutOfDiskError):
+            return CrossfedError(
+                f"{name} could not keep its messages: {_reason(error.cause)}; give Ray a larger object store, or free the disk "
+                "of its machine. The last committed round stays."
+            )
+    elif isinstance(error, LOST):
+        return NodeLost(f"{name} was lost: {_reason(error)}")
+    return error
 
 
 def _reason(error: Exception) -> str:

@@ -201,6 +201,7 @@ class Rounds:
         """
         found = self.checkpoints.latest(self.warn, self._agree)
         self.progress = Progress.read(found[1]) if found else Progress()
+        self._deadline("going back to a commit")
         self.mail = self.nodes.load_state(found[0]) if found else {}
         self.rows = []
         self.history.go_back(self.progress.logs.get("history"))
@@ -219,6 +220,7 @@ class Rounds:
     def commit(self) -> None:
         """Every node writes itself; once all have, this state becomes the one to continue from."""
         self.progress.commits += 1
+        self._deadline(f"commit {self.progress.commits}")
         folder = self.checkpoints.open(self.progress.commits)
         files = self.nodes.save(folder, self.mail)
         self.progress.logs = {"history": self.history.state(), "ledger": self.ledger.state()}
@@ -232,12 +234,14 @@ class Rounds:
             stage, progress = self.stages[index], self.progress
             if stage.rounds and (progress.opened or self._affordable(stage)):
                 if not progress.opened:
+                    self._deadline(f"the opening of stage {stage.name}")
                     self._phases(index, "open", stage.open, 0)
                     progress.opened = True
                 while progress.round < stage.rounds and self._active(stage) and self._affordable(stage):
                     self._round(index, stage)
                     if progress.round % self.config.checkpoint_every == 0:
                         self.commit()
+                self._deadline(f"the close of stage {stage.name}")
                 if stage.evaluate and stage.keep_best:
                     self._call("restore_best", self.plan.nodes)
                 self._phases(index, "close", stage.close, progress.round)
@@ -259,6 +263,7 @@ class Rounds:
         active = self._active(stage)
         progress.round += 1
         progress.step += 1
+        self._deadline(f"round {progress.round} of stage {stage.name}")
         metrics = self._phases(index, "each", stage.each, progress.round) | self.accountant.metrics()
         last = progress.round == stage.rounds or not self._affordable(stage)
         if stage.evaluate and (progress.round % self.config.evaluation.every == 0 or last):
@@ -272,6 +277,9 @@ class Rounds:
         row = Round(stage.name, progress.round, stage.rounds, progress.step, metrics, best, domains, up, down, seconds)
         self.history.append([asdict(row)])
         self.told(row)
+
+    def _deadline(self, what: str) -> None:
+        self.nodes.deadline(self.config.resources.round_timeout, what)
 
     def _call(self, method: str, nodes: Sequence[str]) -> dict[str, Any]:
         return self.nodes.each(method, dict.fromkeys(nodes, ()))

@@ -356,18 +356,20 @@ def _run(
                 write_json(plan.run_dir / "placement.json", placement)
                 rounds.run()
                 ready = time.perf_counter()
+                nodes.deadline(config.resources.round_timeout, "the final evaluation")
                 validation: dict[str, Measured] = nodes.each("evaluate", dict.fromkeys(plan.domains, ()))
                 test = finish(plan, nodes) if finish else {}
                 audit = nodes.each("audit", dict.fromkeys(plan.domains, ())) if config.evaluation.audit else {}
                 nodes.each("export", dict.fromkeys(plan.domains, ()))
                 break
             except NodeLost as error:
-                lost += 1
-                if lost > config.resources.max_restarts:
+                if config.resources.on_failure == "fail" or lost == config.resources.max_restarts:
+                    why = f"restarted {lost} times already, resources.max_restarts"
+                    why = "resources.on_failure=fail" if config.resources.on_failure == "fail" else why
                     raise CrossfedError(
-                        f"{error} (restarted {lost - 1} times already, resources.max_restarts); the last committed round stays: "
-                        f"crossfed run --resume {plan.run_dir}"
+                        f"{error} ({why}); the last committed round stays: crossfed run --resume {plan.run_dir}"
                     ) from error
+                lost += 1
                 view.warn(
                     f"{error}; going back to the last committed round (restart {lost} of {config.resources.max_restarts})"
                 )

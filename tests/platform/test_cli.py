@@ -314,6 +314,7 @@ def test_compare(call, shops: Path, tmp_path: Path) -> None:
     code, _, err = call("compare", *runs)
     assert code == 2 and "has not finished" in err and runs[1].name in err
 
+
 def test_the_audit_attacks_what_was_uploaded_and_survives_a_resume(call, shops: Path, tmp_path: Path) -> None:
     common = ["--data", shops, "--out", tmp_path, "--backend", "inprocess", "--set", "evaluation.audit=true"]
     code, out, err = call("run", *FEDCRF, *common)
