@@ -13,9 +13,11 @@ import pytest
 from crossfed.platform.config import RunConfig, build
 from crossfed.platform.controls import CONTROLS, Delivery, noise, shuffle
 from crossfed.platform.evaluation.final import test_once as final_test
-from crossfed.platform.report.compare import grouped, load_runs
+from crossfed.platform.report.compare import grouped
+from crossfed.platform.report.sources import load_runs
 from crossfed.platform.run import RunResult, run_federation, stored_config
 from crossfed.platform.seam import CrossfedError
+from made_runs import make_run
 from toy_controls import twins
 
 
@@ -245,14 +247,16 @@ def test_an_unknown_control_and_a_local_method_are_refused(data: Path, tmp_path:
 
 
 def test_runs_that_differ_in_the_control_only_are_different_rows(tmp_path: Path) -> None:
-    """Runs from before there were controls have no such entry."""
-    paths = []
-    for number, told in enumerate([{}, {"control": "none"}, {"control": "noise"}]):
-        result = {"method": "m", "seed": number, "config": {"a": 1}, "run_id": str(number), **told}
-        paths.append(tmp_path / str(number))
-        paths[-1].mkdir()
-        (paths[-1] / "result.json").write_text(json.dumps(result))
+    values = {"books": {"recall_at_20": np.arange(4.0)}}
+    paths = [
+        make_run(tmp_path / f"{control}-{seed}", "fedcrf", seed, values, sets=(f"control={control}",))
+        for control in ("none", "noise")
+        for seed in (0, 1)
+    ]
+    text = (paths[0] / "config.yaml").read_text()
+    (paths[0] / "config.yaml").write_text(text.replace("control: none\n", ""))  # as before there were controls
     rows = grouped(load_runs(paths))
-    assert {label: len(members) for label, members in rows.items()} == {"m (control=none)": 2, "m (control=noise)": 1}
-    rows = grouped(load_runs(paths[:2]))
-    assert {label: len(members) for label, members in rows.items()} == {"m": 2}
+    assert {label: len(runs) for label, runs in rows.items()} == {
+        "fedcrf (control=none)": 2,
+        "fedcrf (control=noise)": 2,
+    }
