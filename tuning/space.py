@@ -16,9 +16,10 @@ from typing import Annotated, Any, Self
 
 import optuna
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from crossfed.platform.config import build, declared_search, parse_value
+from crossfed.platform.config import build, declared_search, first_error, parse_value
+from crossfed.platform.discovery import find_method, nearest
 from crossfed.platform.seam import CrossfedError
 
 
@@ -58,6 +59,8 @@ class Range(_Entry):
     def _ordered(self) -> Self:
         if not self.low < self.high or (self.log and self.low <= 0):
             raise ValueError("low must lie below high, and above 0 on a log scale")
+        if self.int and not (self.low.is_integer() and self.high.is_integer()):
+            raise ValueError("with int, low and high must be whole numbers")
         return self
 
     def suggest(self, trial: optuna.Trial, name: str) -> Any:
@@ -72,41 +75,92 @@ class Range(_Entry):
 
 
 Parameter = Choice | Range
-_ENTRY: TypeAdapter[Choice | Range] = TypeAdapter(Choice | Range)
 
 
-def space(method: str, changes: Mapping[str, Any] | None = None) -> dict[str, Parameter]:
+def space(
+    method: str, changes: Mapping[str, Any] | None = None, base: Mapping[str, Any] | None = None
+) -> dict[str, Parameter]:
     """The parameters to search for a method: its own declaration, changed or extended by `changes`.
 
     Args:
         method: a method's name.
         changes: name -> entry in the form of the YAML block; a list stands for its values; None removes a declared
             parameter from the search.
+        base: the method's values where nothing is searched; by default those it ships with.
 
     Returns:
         name -> parameter; one that others depend on (`when`) comes before them.
 
     Raises:
-        CrossfedError: an entry is malformed, names no key of the method's Config, holds a value the Config refuses, or
-            depends on itself.
+        CrossfedError: an entry is malformed, names no key of the method's Config, holds a value the Config refuses, removes
+            what is not searched, or depends on itself or on what never holds.
     """
-    raw = declared_search(method) | dict(changes or {})
-    found: dict[str, Parameter] = {}
-    for name, entry in raw.items():
-        if entry is None:
-            continue
+    declared, changes = declared_search(method), dict(changes or {})
+    if unknown := [name for name, entry in changes.items() if entry is None and name not in declared]:
+        raise CrossfedError(
+            f"{method}, search: {unknown[0]} is not searched and cannot be taken out{nearest(unknown[0], declared)}"
+        )
+    found = {name: entry for name, entry in (declared | changes).items() if entry is not None}
+    return read(method, found, build(method).config if base is None else base)
+
+
+def read(method: str, raw: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Parameter]:
+    """The parameters that a whole `search:` block declares, checked against the method's Config.
+
+    Args, returns and raises: as `space`.
+    """
+    config = find_method(method).Config
+    entries = {name: _entry(method, name, entry) for name, entry in raw.items()}
+    alone = len(entries) == 1
+
+    def kept(name: str, value: Any) -> Any:
+        """The value as the Config keeps it."""
         try:
-            found[name] = _ENTRY.validate_python({"values": entry} if isinstance(entry, list | tuple) else entry)
-        except ValidationError:
+            checked = config.model_validate({**base, name: value})
+        except ValidationError as error:
+            if not error.errors()[0]["loc"] and not alone:  # keys that must fit each other may do so in a trial
+                return value
+            raise first_error(error, f"{method}, search", config) from None
+        return checked.model_dump(mode="json")[name]
+
+    found: dict[str, Parameter] = {}
+    for name, entry in entries.items():
+        ends = [kept(name, value) for value in entry.ends()]
+        when = {other: tuple(kept(other, value) for value in allowed) for other, allowed in entry.when.items()}
+        if isinstance(entry, Choice):
+            values = tuple(value for place, value in enumerate(ends) if value not in ends[:place])
+            found[name] = entry.model_copy(update={"values": values, "when": when})
+            continue
+        if not all(isinstance(end, float | int) and not isinstance(end, bool) for end in ends):
+            raise CrossfedError(f"{method}, search: {name} takes no numbers; give its values, e.g. {name}=[…].")
+        if not entry.int and isinstance(ends[0], int):
             raise CrossfedError(
-                f"{method}, search: {name}: {entry!r} is neither {{values: […]}} nor {{low, high, log, int}} with low < high."
-            ) from None
-        for value in found[name].ends():
-            build(method, values={f"config.{name}": value})
-        for other, allowed in found[name].when.items():
-            for value in allowed:
-                build(method, values={f"config.{other}": value})
+                f"{method}, search: {name} takes whole numbers only; add int: true to its range, or give values."
+            )
+        found[name] = entry.model_copy(update={"when": when})
+    for name, entry in found.items():
+        for other, allowed in entry.when.items():
+            searched = found.get(other)
+            possible = (base[other],) if searched is None else (*searched.ends(), base[other])
+            if not isinstance(searched, Range) and not any(value in allowed for value in possible):
+                raise CrossfedError(
+                    f"{method}, search: {name} would never be searched: {other} is never {' or '.join(map(str, allowed))}, "
+                    f"only {', '.join(map(str, dict.fromkeys(possible)))}."
+                )
     return _ordered(method, found)
+
+
+def _entry(method: str, name: str, raw: Any) -> Parameter:
+    """One entry of the block."""
+    where = f"{method}, search: {name}"
+    raw = {"values": list(raw)} if isinstance(raw, list | tuple) else raw
+    if not isinstance(raw, Mapping) or not raw.keys() & {"values", "low", "high"}:
+        raise CrossfedError(f"{where}: {raw!r} is neither {{values: […]}} nor {{low: …, high: …, log: …, int: …}}.")
+    kind: type[Choice | Range] = Choice if "values" in raw else Range
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise first_error(error, where, kind) from None
 
 
 def _ordered(method: str, found: Mapping[str, Parameter]) -> dict[str, Parameter]:
@@ -136,12 +190,16 @@ def changes(file: Path | None, entries: list[str]) -> dict[str, Any]:
         loaded = loaded.get("search", loaded) if isinstance(loaded, dict) else loaded
         if not isinstance(loaded, dict):
             raise CrossfedError(f"The space file {file} must map names to {{values: […]}} or {{low, high, log, int}}.")
-        found |= loaded
+        found |= {str(name): entry for name, entry in loaded.items()}
+    named: set[str] = set()
     for entry in entries:
-        name, equals, value = entry.partition("=")
-        if not equals or not value:
+        name, equals, value = (part.strip() for part in entry.partition("="))
+        if not equals or not value or not name:
             raise CrossfedError(f"--search {entry!r} must read name=[values], name={{low: …, high: …}} or name=null.")
-        found[name.strip()] = _numbers(parse_value(value))
+        if name in named:
+            raise CrossfedError(f"--search names {name} twice; give it once, e.g. --search '{name}=[…]'.")
+        named.add(name)
+        found[name] = _numbers(parse_value(value, "--search"))
     return found
 
 
@@ -165,9 +223,10 @@ def with_first(parameters: Mapping[str, Parameter], first: Mapping[str, Any]) ->
         value = first[name]
         if isinstance(parameter, Choice) and value not in parameter.values:
             parameter = parameter.model_copy(update={"values": (*parameter.values, value)})
-        if isinstance(parameter, Range) and not parameter.low <= value <= parameter.high:
+        if isinstance(parameter, Range) and (value is None or not parameter.low <= value <= parameter.high):
+            told = "null" if value is None else value
             raise CrossfedError(
-                f"search: {name}={value!r}, the value of the first trial, lies outside {parameter.low:g} to {parameter.high:g}; "
+                f"search: {name}={told}, the value of the first trial, lies outside {parameter.low:g} to {parameter.high:g}; "
                 f"widen the range, e.g. --search '{name}={{low: …, high: …}}', or --set {name}=…"
             )
         found[name] = parameter

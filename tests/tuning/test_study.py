@@ -78,7 +78,7 @@ def test_samplers_are_pinned() -> None:
 
 
 def test_a_grid_visits_every_point_once_and_ends(tmp_path: Path) -> None:
-    changes = {"dim": [2, 3], "K": [1, 2, 3], "step": None}
+    changes = {"dim": [2, 3], "K": [1, 2, 3]}
     asked = run_all(make(tmp_path, sampler="grid", trials=20, changes=changes))
     assert asked[0] == {"dim": 3, "K": 2}
     assert sorted((point["dim"], point["K"]) for point in asked) == [(d, k) for d in (2, 3) for k in (1, 2, 3)]
