@@ -95,7 +95,6 @@ def local_variant(config: RunConfig, method: str | None = None, sets: Sequence[s
             "config": checked.model_dump(mode="json"),
             "control": "none",
             "privacy": config.privacy if chosen == config.method else Privacy(),
-            "evaluation": config.evaluation.model_copy(update={"audit": False}),
         }
     )
 
@@ -153,7 +152,7 @@ def run_arms(
             f"{run_dir} has no test metrics: it has not finished, or it is a trial of a search; "
             f"crossfed run --resume {run_dir} goes on with an interrupted run."
         )
-    wanted = arms(config, local or local_variant(config))
+    wanted = {name: _audited(one, False) for name, one in arms(config, local or local_variant(config)).items()}
     tracking = {"parent_run_id": None, "params": None, "tags": {**config.tracking.tags, "audit": run_dir.name}}
     place = {
         "out": run_dir.parent,
@@ -215,15 +214,21 @@ def _finished(path: Path) -> bool:
     return all("test" in row for row in read_json(path / RESULT)["domains"].values())
 
 
+def _audited(config: RunConfig, wanted: bool) -> RunConfig:
+    """The same run with or without the attack at its end, which changes no metric."""
+    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"audit": wanted})})
+
+
 def _like(config: RunConfig, data: Mapping[str, Any]) -> list[Path]:
     """Runs of this configuration and seed on this data, the oldest first."""
-    same = {"config_hash": config.hash(), "seed": config.seed} | {key: data[key] for key in ("fingerprint", "domains")}
+    hashes = {_audited(config, wanted).hash() for wanted in (True, False)}
+    same = {"seed": config.seed} | {key: data[key] for key in ("fingerprint", "domains")}
     found = []
     for file in sorted(config.out.glob("*/data.json"), key=lambda file: file.stat().st_mtime):
         try:
             before = read_json(file)
         except CrossfedError:  # a run that was killed while it began
             continue
-        if all(before.get(key) == value for key, value in same.items()):
+        if before.get("config_hash") in hashes and all(before.get(key) == value for key, value in same.items()):
             found.append(file.parent)
     return found

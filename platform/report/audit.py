@@ -27,6 +27,11 @@ from crossfed.platform.seam import Direction, Field
 CONTROLS = "controls.json"
 """The numbers of the transfer controls, in the directory of the run that they belong to."""
 
+EXPLAINED = (
+    "The same runs with every array that a node receives replaced: by noise of the array's own mean and variance, by its own "
+    "rows shuffled, or by what the same sender sent first. What is gained all the same does not come from what crossed."
+)
+
 _WAYS = {Direction.UP: "to the server", Direction.DOWN: "from the server", Direction.PEER: "to other domains"}
 
 
@@ -54,7 +59,8 @@ def audit(run_dir: Path) -> Page:
     ]
     if (run_dir / CONTROLS).is_file():
         block = read_json(run_dir / CONTROLS)
-        parts.append(Section("Transfer controls", tuple(transfer.sentences(block)), (transfer.table(block),)))
+        text = (EXPLAINED, *transfer.sentences(block))
+        parts.append(Section("Transfer controls", text, (transfer.table(block),)))
     return Page(f"Audit of {run_dir.name}", _about(config, run_dir, finished), tuple(parts))
 
 

@@ -204,25 +204,23 @@ def caption(block: Mapping[str, Any]) -> str:
 
 def sentences(block: Mapping[str, Any]) -> list[str]:
     """What the table says, domain by domain."""
-    told, metric = [], pretty(block["metric"])
+    told, metric, alone = [], pretty(block["metric"]), block["local"]["method"]
     for domain, rows in block["domains"].items():
         honest, local = rows[HONEST], rows[LOCAL]
         if gains(rows):
-            lead = (
-                f"{domain}: {block['method']} is {honest['gain']:+.4f}{_percent(honest['relative'])} over "
-                f"{block['local']['method']} in {metric}."
-            )
+            parts = [f"{domain}: {honest['gain']:+.4f}{_percent(honest['relative'])} in {metric} over {alone}."]
         else:
-            lead = (
-                f"{domain}: {block['method']} is not better than {block['local']['method']} in {metric} "
-                f"({honest['mean']:.4f} against {local['mean']:.4f}), so that there is no gain to lose."
-            )
-        parts = [lead]
-        for arm in (arm for arm in rows if arm not in (LOCAL, HONEST)):
+            worse = honest["gain"] < 0 and local["test"]["p_holm"] < LEVEL
+            parts = [
+                f"{domain}: {'worse' if worse else 'not better'} in {metric} than {alone} ({honest['mean']:.4f} against "
+                f"{local['mean']:.4f}), so that there is no gain to lose."
+            ]
+        for arm in (arm for arm in rows if rows[arm]["test"] and arm != LOCAL):
             row, test = rows[arm], rows[arm]["test"]
-            if test is None:
-                continue
             share = f"{_survives(arm, row, rows)} of the gain survives, " if gains(rows) else ""
+            if test["difference"] == test["low"] == test["high"] == 0:
+                parts.append(f"{arm}: {share}no user's value differs from the honest run's.")
+                continue
             chance = "no more than chance, " if test["p_holm"] >= LEVEL else ""
             parts.append(f"{arm}: {share}{test['difference']:+.4f} from honest ({chance}p {_is(test['p_holm'])}).")
         told.append(" ".join(parts))
