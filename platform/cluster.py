@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import secrets
+import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,7 @@ def connect(resources: Resources) -> bool:
 
     Raises:
         CrossfedError: no cluster answers at the address, or a local one does not come up.
+        KeyboardInterrupt: SIGTERM came meanwhile.
     """
     if ray.is_initialized():
         return False
@@ -62,7 +64,8 @@ def connect(resources: Resources) -> bool:
     if resources.address is not None:
         reach(resources.address)
         try:
-            ray.init(address=resources.address, **quiet)
+            with _terminable():
+                ray.init(address=resources.address, **quiet)
         except (OSError, ValueError, RuntimeError) as error:
             raise _unreachable(resources.address, " ".join(str(error).split())) from error
         return True
@@ -72,7 +75,7 @@ def connect(resources: Resources) -> bool:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         AuthenticationTokenLoader.instance().reset_cache()  # an attempt to join may have found none
     try:
-        with _no_address(), _loopback():
+        with _no_address(), _loopback(), _terminable():
             ray.init(include_dashboard=False, **quiet)
     except Exception as error:  # Ray raises nothing narrower where its processes do not come up in time
         reason = str(error).splitlines()[0]
@@ -80,6 +83,25 @@ def connect(resources: Resources) -> bool:
             f"No local Ray cluster could be started: {reason} Wait until the machine is less busy, or use --backend inprocess."
         ) from error
     return True
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end the start of Ray as Ctrl-C does, and leave it to its handler of before afterwards.
+
+    Ray takes the signal for itself: while it starts, SIGTERM raises SystemExit; then its core prints a crash report first.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    handler, reports = signal.getsignal(signal.SIGTERM), ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER
+    ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
+    try:
+        yield
+    except SystemExit:
+        raise KeyboardInterrupt from None
+    finally:
+        ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = reports
+        if main:
+            signal.signal(signal.SIGTERM, handler)
 
 
 _PATIENCE = 5.0

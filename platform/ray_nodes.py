@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,13 +113,9 @@ class RayNodes:
 
     Inside a Tune trial that is the trial's own group. There the processes outlive a run: what they held is dropped, and
     the trial's next run builds its nodes in them, because starting processes costs more than a short run.
-
-    Args:
-        terminate: what SIGTERM shall do in this process; installed anew once Ray is up, which replaces it by a crash report.
     """
 
-    def __init__(self, terminate: Any = signal.SIG_DFL) -> None:
-        self.terminate = terminate
+    def __init__(self) -> None:
         self.actors: dict[str, Any] = {}
         self.group: PlacementGroup | None = None
         self.shares: dict[str, cluster.Share] = {}
@@ -135,8 +129,6 @@ class RayNodes:
     def preflight(self, plan: Plan) -> None:
         resources = plan.config.resources
         self.started = cluster.connect(resources) or self.started
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self.terminate)
         total = ray.cluster_resources()
         self.shares = cluster.shares(
             resources, plan.nodes, total.get("CPU", 0.0), total.get("GPU", 0.0), cluster.SERVER_RESOURCE in total

@@ -12,7 +12,6 @@ import functools
 import importlib.metadata
 import re
 import secrets
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -298,10 +297,9 @@ def make_artifacts(config: RunConfig, view: Progress) -> Artifacts:
 def _nodes(config: RunConfig) -> contextlib.AbstractContextManager[Nodes]:
     if config.backend == "inprocess":
         return _closing(InProcess())
-    terminate = signal.getsignal(signal.SIGTERM)  # before ray, whose import and start both take the signal over
     from crossfed.platform.ray_nodes import RayNodes  # ray takes seconds to import and is not needed in process
 
-    return contextlib.closing(RayNodes(terminate))
+    return contextlib.closing(RayNodes())
 
 
 @contextlib.contextmanager
