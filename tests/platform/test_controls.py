@@ -17,6 +17,7 @@ from crossfed.platform.report.compare import grouped
 from crossfed.platform.report.sources import load_runs
 from crossfed.platform.run import RunResult, run_federation, stored_config
 from crossfed.platform.seam import CrossfedError
+from crossfed.platform.tracking import Tracker
 from made_runs import make_run
 from toy_controls import twins
 
@@ -244,6 +245,21 @@ def test_an_unknown_control_and_a_local_method_are_refused(data: Path, tmp_path:
         config("toys:AVERAGE", data, tmp_path, "control=nose")
     with pytest.raises(CrossfedError, match="alone receives nothing, so control=noise has nothing to replace"):
         run_federation(config("toy_controls:ALONE", data, tmp_path, "control=noise"))
+
+
+def test_the_tracker_is_told(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tag of every run, and a parameter where something is replaced."""
+    told: list[tuple[str, Any]] = []
+    start = Tracker.start
+
+    def spy(settings: Any, run_dir: Any, name: Any, params: Any, tags: Any, *rest: Any, **more: Any) -> Tracker:
+        told.append((tags["control"], params.get("control")))
+        return start(settings, run_dir, name, params, tags, *rest, **more)
+
+    monkeypatch.setattr(Tracker, "start", spy)
+    for control in ("none", "stale"):
+        run_federation(config("toy_controls:DEAF", data, tmp_path, "rounds=1", f"control={control}"))
+    assert told == [("none", None), ("stale", "stale")]
 
 
 def test_runs_that_differ_in_the_control_only_are_different_rows(tmp_path: Path) -> None:

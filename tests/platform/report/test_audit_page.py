@@ -78,6 +78,7 @@ def test_a_model_is_one_row_whatever_the_number_of_its_arrays() -> None:
     assert set(found) == {"blocks.*", "n"}
     assert found["blocks.*"]["shape"] == "3 arrays, 36 values" and found["blocks.*"]["grows"] == "the size of the model"
     assert found["blocks.*"]["messages"] == 3 and found["blocks.*"]["bytes"] == 3 * 36 * 4
+    assert found["blocks.*"]["bytes_per_round"] == 36 * 4
     assert found["n"]["shape"] == "1" and found["n"]["grows"] == "nothing"
 
 
