@@ -17,7 +17,7 @@ from rich.table import Table
 
 from crossfed.platform import cli_report
 from crossfed.platform.cli_audit import audit
-from crossfed.platform.cli_cluster import cluster_app
+from crossfed.platform.cli_cluster import cluster_app, doctor
 from crossfed.platform.cli_tune import tune_all, tune_app
 from crossfed.platform.seam import CrossfedError, Release, Scope
 
@@ -35,6 +35,7 @@ data_app = typer.Typer(help="Prepare, generate and describe data sets.", no_args
 app.add_typer(data_app, name="data")
 app.add_typer(tune_app, name="tune")
 app.add_typer(cluster_app, name="cluster")
+app.command()(doctor)
 app.command("tune-all")(tune_all)
 app.command("audit")(audit)
 app.command("compare")(cli_report.compare)

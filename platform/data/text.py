@@ -189,6 +189,17 @@ def make_encoder(spec: str = DEFAULT_ENCODER, device: str = "cpu") -> Encoder:
     return _SentenceEncoder(name, None, device)
 
 
+def at_hand(spec: str) -> None:
+    """Whether an encoder is there without asking the network; loads no model.
+
+    Raises:
+        CrossfedError: it is not, or the specification makes no sense.
+    """
+    encoder = make_encoder(spec)
+    if isinstance(encoder, _SentenceEncoder) and not encoder.local:
+        raise CrossfedError(f"{encoder.name} is not in the local Hugging Face cache")
+
+
 _SHORT_NAMES = {"bge-large": "BAAI/bge-large-en-v1.5", "bge-base": "BAAI/bge-base-en-v1.5"}
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -291,6 +302,11 @@ class _SentenceEncoder:
             return f"{self.name}:{_folder_sha256(self._folder)[:16]}"
         snapshot = self._snapshot()
         return f"{self.name}@{snapshot.name if snapshot else self._revision}"
+
+    @property
+    def local(self) -> bool:
+        """Whether the model is on this machine; asks no network."""
+        return self._folder is not None or self._snapshot() is not None
 
     @cached_property
     def width(self) -> int:
