@@ -34,6 +34,7 @@ app = typer.Typer(
 data_app = typer.Typer(help="Prepare, generate and describe data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(tune_app, name="tune")
+app.add_typer(cli_report.analyse_app, name="analyse")
 app.add_typer(cluster_app, name="cluster")
 app.command()(doctor)
 app.command("tune-all")(tune_all)

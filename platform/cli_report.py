@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from crossfed.platform.seam import CrossfedError
+
+if TYPE_CHECKING:
+    from crossfed.platform.report.analyses import Analysis
+    from crossfed.platform.report.sources import Finished
 
 RUNS = Path("runs")
 Out = Annotated[Path, typer.Option(help="Folder of run directories.", show_default=True)]
@@ -97,12 +101,9 @@ def _give(text: str, file: Path | None) -> None:
 
 def figures(
     run: Annotated[str, typer.Argument(help="A finished run's directory or id.")],
-    item_map: Annotated[
-        bool, typer.Option("--item-map", help="Also a t-SNE map of the item vectors that the run exported.")
-    ] = False,
     out: Out = RUNS,
 ) -> None:
-    """Draw a run's figures again into its folder: curves, losses, bytes, prototypes, a map of its items."""
+    """Draw a run's figures again into its folder: curves, losses, bytes, prototypes."""
     from crossfed.platform.privacy import read_lines
     from crossfed.platform.report import figures
     from crossfed.platform.report.sources import read_result
@@ -114,7 +115,206 @@ def figures(
     result = read_result(run_dir / RESULT)
     drawn = figures.run_figures(read_lines(run_dir / "history.jsonl"), result)
     drawn |= figures.model_figures(run_dir / "model", list(result["domains"]), result)
-    if item_map:
-        drawn["item_map"] = figures.exported_items(run_dir / "model", list(result["domains"]), result)
     for name, figure in drawn.items():
         typer.echo(figures.save(figure, run_dir / "figures" / f"{name}.png"))
+
+
+# -- analyses ----------------------------------------------------------------------------------------------------
+
+analyse_app = typer.Typer(
+    no_args_is_help=True,
+    help="The papers' figures and tables, for finished runs of any method: each writes a PNG and the numbers behind it as CSV.",
+)
+Metric = Annotated[
+    str | None, typer.Option(help="The metric.  [default: the one that the runs select by]", show_default=False)
+]
+To = Annotated[
+    Path | None, typer.Option(help="Folder for the figure.  [default: analyses, in --out]", show_default=False)
+]
+
+
+def _metric(finished: list[Finished], metric: str | None, split: Split = Split.test) -> str:
+    from crossfed.platform.evaluation.metrics import metric_name
+    from crossfed.platform.report.compare import default_metrics
+
+    return metric_name(metric) if metric else default_metrics(finished, split.value)[0]
+
+
+def _draw(found: Analysis, to: Path | None, out: Path) -> None:
+    typer.echo(found.grid.markdown())
+    for path in found.save(to or out / "analyses"):
+        typer.echo(f"{path}")
+
+
+@analyse_app.command()
+def ablation(
+    runs: Sources,
+    key: Annotated[
+        str, typer.Option(help="The setting that switches parts off; its default is the whole method.")
+    ] = "ablation",
+    metric: Annotated[list[str] | None, typer.Option(help="Metrics. Repeatable.")] = None,
+    to: To = None,
+    out: Out = RUNS,
+    tracking_uri: Uri = None,
+) -> None:
+    """One method with parts switched off against the whole: the table, and every difference with its interval."""
+    from crossfed.platform.report import analyses
+    from crossfed.platform.report.sources import gather
+
+    with gather(runs, out, tracking_uri) as finished:
+        found = analyses.ablation(finished, key, metric or ())
+        _draw(found, to, out)
+
+
+@analyse_app.command()
+def cohorts(
+    runs: Sources,
+    metric: Metric = None,
+    bounds: Annotated[
+        str, typer.Option(help="Largest number of training interactions of every cohort but the last.")
+    ] = "7,15",
+    to: To = None,
+    out: Out = RUNS,
+    tracking_uri: Uri = None,
+) -> None:
+    """A metric for cold, warm and active users, with 95 % intervals over users."""
+    from crossfed.platform.report import analyses
+    from crossfed.platform.report.sources import gather
+
+    try:
+        ends = tuple(int(part) for part in bounds.split(","))
+    except ValueError:
+        raise CrossfedError(f"--bounds {bounds!r} is no list of whole numbers; write 7,15.") from None
+    with gather(runs, out, tracking_uri) as finished:
+        _draw(analyses.cohorts(finished, _metric(finished, metric), ends), to, out)
+
+
+@analyse_app.command()
+def sensitivity(
+    runs: Sources,
+    key: Annotated[str, typer.Option(help="The setting: a method's value, or a dotted key of the run.")],
+    metric: Metric = None,
+    split: Annotated[Split, typer.Option(help="Which split.")] = Split.test,
+    to: To = None,
+    out: Out = RUNS,
+    tracking_uri: Uri = None,
+) -> None:
+    """A metric against one setting, for runs that differ in it. (A study's own trials: the figures in its folder.)"""
+    from crossfed.platform.report import settings
+    from crossfed.platform.report.sources import gather
+
+    with gather(runs, out, tracking_uri) as finished:
+        _draw(settings.sensitivity(finished, key, _metric(finished, metric, split), split.value), to, out)
+
+
+@analyse_app.command()
+def sparsity(
+    runs: Sources,
+    metric: Metric = None,
+    to: To = None,
+    out: Out = RUNS,
+    tracking_uri: Uri = None,
+) -> None:
+    """A metric against the share of training interactions used (`train_share`)."""
+    from crossfed.platform.report import settings
+    from crossfed.platform.report.sources import gather
+
+    with gather(runs, out, tracking_uri) as finished:
+        named = "share of training interactions used"
+        _draw(settings.sensitivity(finished, "train_share", _metric(finished, metric), "test", named), to, out)
+
+
+@analyse_app.command()
+def utility(
+    runs: Sources,
+    metric: Metric = None,
+    counting: Annotated[str, typer.Option(help="How ε is counted: paper, whole or tight.")] = "whole",
+    to: To = None,
+    out: Out = RUNS,
+    tracking_uri: Uri = None,
+) -> None:
+    """A metric against the privacy budget ε that the runs spent."""
+    from crossfed.platform.report import settings
+    from crossfed.platform.report.sources import gather
+
+    with gather(runs, out, tracking_uri) as finished:
+        _draw(settings.utility(finished, _metric(finished, metric), counting), to, out)
+
+
+@analyse_app.command()
+def upload(
+    runs: Sources,
+    metric: Metric = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            help="Value of the metric to reach.  [default: 99 % of the weakest row's best]", show_default=False
+        ),
+    ] = None,
+    to: To = None,
+    out: Out = RUNS,
+    tracking_uri: Uri = None,
+) -> None:
+    """The best validation metric so far against all bytes uploaded, and the bytes to a target."""
+    from crossfed.platform.report import courses
+    from crossfed.platform.report.sources import gather
+
+    with gather(runs, out, tracking_uri) as finished:
+        _draw(courses.upload(finished, _metric(finished, metric, Split.validation), target), to, out)
+
+
+@analyse_app.command()
+def time(
+    runs: Sources,
+    to: To = None,
+    out: Out = RUNS,
+    tracking_uri: Uri = None,
+) -> None:
+    """Seconds per round and per local epoch, by stage."""
+    from crossfed.platform.report import courses
+    from crossfed.platform.report.sources import gather
+
+    with gather(runs, out, tracking_uri) as finished:
+        _draw(courses.time(finished), to, out)
+
+
+@analyse_app.command()
+def weights(
+    run: Annotated[str, typer.Argument(help="A finished run whose server averages.")],
+    to: To = None,
+    out: Out = RUNS,
+    tracking_uri: Uri = None,
+) -> None:
+    """The weights that the server averaged with, round by round."""
+    from crossfed.platform.report import courses
+    from crossfed.platform.report.sources import gather
+
+    with gather([run], out, tracking_uri) as finished:
+        _draw(courses.weights(finished[0]), to, out)
+
+
+@analyse_app.command("item-map")
+def item_map(
+    run: Annotated[str, typer.Argument(help="A finished run's directory or id.")],
+    vectors: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to map: an exported tensor, text (encoded where the cache has it not), or an array of the domains' state "
+            "such as model.t_pre. Repeatable.  [default: items]",
+            show_default=False,
+        ),
+    ] = None,
+    centres: Annotated[
+        str | None, typer.Option(help="Centres to draw with them, e.g. centres or model.centres.")
+    ] = None,
+    layout: Annotated[str, typer.Option(help="tsne, or umap where it is installed.")] = "tsne",
+    per_domain: Annotated[int, typer.Option(min=2, help="Items drawn of each domain at most.")] = 500,
+    to: To = None,
+    out: Out = RUNS,
+) -> None:
+    """Maps of item vectors, of all domains together and of each alone, with cluster centres."""
+    from crossfed.platform.report import maps
+    from crossfed.platform.report.sources import gather
+
+    with gather([run], out) as finished:
+        _draw(maps.item_map(finished[0], vectors or ("items",), centres, layout, per_domain), to, out)

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+from scipy import stats
 
 from crossfed.platform.seam import CrossfedError
 
@@ -27,12 +28,14 @@ class Cohort:
         n_users: how many users are in it.
         share: their share of all users, in [0, 1].
         means: metric name -> mean over the group's users; empty when it has none.
+        intervals: metric name -> 95 % confidence interval of that mean by Student's t; only with two users or more.
     """
 
     name: str
     n_users: int
     share: float
     means: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
 
 
 def by_activity(
@@ -65,5 +68,11 @@ def by_activity(
         member = group == number
         count = int(member.sum())
         means = {metric: float(values[member].mean()) for metric, values in per_user.items()} if count else {}
-        cohorts.append(Cohort(name, count, count / len(activity) if len(activity) else 0.0, means))
+        intervals = {metric: _interval(values[member]) for metric, values in per_user.items()} if count > 1 else {}
+        cohorts.append(Cohort(name, count, count / len(activity) if len(activity) else 0.0, means, intervals))
     return cohorts
+
+
+def _interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    half = float(stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
+    return float(values.mean()) - half, float(values.mean()) + half

@@ -144,7 +144,8 @@ def baselines_of(runs: Sequence[Finished], named: Sequence[str] = ()) -> list[st
     if named:
         chosen = []
         for name in named:
-            rows = [label for label, members in groups.items() if name in (label, members[0].result["method"])]
+            of_method = [label for label, members in groups.items() if members[0].result["method"] == name]
+            rows = [name] if name in groups else of_method
             if not rows:
                 raise CrossfedError(f"There is no row {name!r} to compare with; there are {', '.join(groups)}.")
             chosen += rows
@@ -406,8 +407,8 @@ def _tests(found: Sequence[Effect]) -> Grid:
         caption=(
             "Method less the best baseline of each column, test split. Over users: values averaged over each row's seeds, 95 % "
             "interval of the mean difference by Student's t; the larger p of the paired t-test and Wilcoxon's signed-rank test. "
-            "Over seeds: paired t-test on the seeds that both have. p-values adjusted by Holm's method over this table, by kind of test. Cohen's d is "
-            "mean by standard deviation of the paired differences."
+            "Over seeds: paired t-test on the seeds that both have. p-values adjusted by Holm's method over this table, by kind "
+            "of test. Cohen's d is mean by standard deviation of the paired differences."
         ),
         records=tuple(
             {"method": e.label, "domain": e.domain, "metric": e.metric, **_tested(e)} for e in found

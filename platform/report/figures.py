@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -20,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from crossfed.platform.progress import size
 from crossfed.platform.report.tables import pretty
-from crossfed.platform.seam import SERVER, Array, CrossfedError
+from crossfed.platform.seam import SERVER, Array
 
 History = Sequence[Mapping[str, Any]]
 
@@ -106,7 +107,7 @@ def validation_curves(
     if not shown:
         return None
     figure, axes = _grid(len(shown), "Validation", about)
-    style = _styles(d for lines in shown.values() for d in lines)
+    style = styles(d for lines in shown.values() for d in lines)
     for axis, (metric, lines) in zip(axes, shown.items(), strict=True):
         for domain, (steps, values) in lines.items():
             colour, marker = style[domain]
@@ -137,7 +138,7 @@ def loss_curves(history: History, about: About) -> Figure | None:
     if not names:
         return None
     figure, axes = _grid(len(names), "Training", about)
-    style = _styles(node for node, _ in recorded)
+    style = styles(node for node, _ in recorded)
     for axis, name in zip(axes, names, strict=True):
         lines = {node: s for (node, n), s in recorded.items() if n == name}
         for node, (steps, values) in lines.items():
@@ -178,104 +179,6 @@ def bytes_per_round(history: History, about: About) -> Figure | None:
     if silent:
         axis.set_xlabel(f"round, over all stages (nothing is sent in {', '.join(silent)})")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    return figure
-
-
-def metric_against(
-    values: Sequence[float],
-    lines: Mapping[str, Sequence[Sequence[float]]],
-    name: str,
-    metric: str,
-    about: About,
-    log: bool = False,
-) -> Figure:
-    """A metric against one hyperparameter: mean over seeds, and bars of one standard deviation where there are several.
-
-    Args:
-        values: the hyperparameter's values, ascending.
-        lines: domain -> for every value the results of its seeds.
-        name: the hyperparameter. metric: e.g. "recall_at_20".
-        log: logarithmic axis for the hyperparameter.
-
-    Raises:
-        CrossfedError: a line has not one entry per value.
-    """
-    figure, [axis] = _grid(1, f"{pretty(metric)} against {name}", about)
-    style = _styles(lines)
-    for domain, results in lines.items():
-        if len(results) != len(values):
-            raise CrossfedError(f"{domain} has results for {len(results)} values of {name}; {len(values)} are given")
-        colour, marker = style[domain]
-        means = [float(np.mean(r)) for r in results]
-        spread = [float(np.std(r, ddof=1)) if len(r) > 1 else 0.0 for r in results]
-        axis.errorbar(
-            values, means, yerr=spread if any(spread) else None, color=colour, marker=marker, ms=6, capsize=3, lw=1.6
-        )
-    if log:
-        axis.set_xscale("log")
-    axis.set_xticks(list(values), [f"{v:g}" for v in values])
-    axis.minorticks_off()
-    axis.set_xlabel(name)
-    axis.set_ylabel(pretty(metric))
-    seeds = {len(r) for results in lines.values() for r in results}
-    runs = f"mean of {max(seeds)} seeds ± 1 standard deviation" if max(seeds, default=1) > 1 else "one seed"
-    _legend(figure, style, {d: d for d in style}, [Line2D([], [], ls="", label=runs)])
-    return figure
-
-
-def item_map(
-    vectors: Mapping[str, Array],
-    centres: Array | None,
-    about: About,
-    seed: int = 0,
-    per_domain: int = 1000,
-) -> Figure:
-    """t-SNE of item vectors, coloured by domain, with cluster centres on top (as in FedCRF, Figure 5).
-
-    Args:
-        vectors: domain -> float [n_items, d]. At most `per_domain` items are drawn from each, by `seed`.
-        centres: float [K, d] in the same space, or None.
-
-    Raises:
-        CrossfedError: fewer than four vectors in all, which no map can be made of.
-    """
-    from sklearn.manifold import TSNE
-
-    rng = np.random.default_rng(seed)
-    drawn = {
-        name: np.asarray(v)[np.sort(rng.permutation(len(v))[:per_domain])].astype(np.float32)
-        for name, v in vectors.items()
-    }
-    parts = [*drawn.values(), *([np.asarray(centres, np.float32)] if centres is not None else [])]
-    stacked = np.concatenate(parts)
-    if len(stacked) < 4:
-        raise CrossfedError(f"a map of item vectors needs at least 4 vectors; there are {len(stacked)}")
-    perplexity = min(30.0, (len(stacked) - 1) / 3)
-    places = TSNE(init="pca", perplexity=perplexity, random_state=seed).fit_transform(stacked)
-    figure, [axis] = _grid(1, "Item vectors (t-SNE)", about, height=6.0)
-    style = _styles(drawn)
-    first = 0
-    for name, part in drawn.items():
-        x, y = places[first : first + len(part)].T
-        axis.scatter(x, y, s=9, alpha=0.55, color=style[name][0], linewidths=0)
-        first += len(part)
-    handles = []
-    if centres is not None:
-        x, y = places[first:].T
-        axis.scatter(x, y, s=130, marker="*", color="black", edgecolors="white", linewidths=0.8, zorder=5)
-        handles.append(Line2D([], [], ls="", marker="*", color="black", ms=11, label=f"{len(centres)} centres"))
-    axis.set_xticks([])
-    axis.set_yticks([])
-    axis.set_xlabel("")
-    axis.spines[:].set_visible(False)
-    handles = [
-        *(
-            Line2D([], [], ls="", marker="o", color=style[n][0], label=f"{n}  ({len(v)} of {len(vectors[n])} items)")
-            for n, v in drawn.items()
-        ),
-        *handles,
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=_columns(len(handles)), frameon=False, fontsize=9)
     return figure
 
 
@@ -331,21 +234,6 @@ def model_figures(folder: Path, domains: Sequence[str], result: Mapping[str, Any
     return {key: prototypes(vectors, key.replace("_", " "), About.of(result)) for key, vectors in found.items()}
 
 
-def exported_items(folder: Path, domains: Sequence[str], result: Mapping[str, Any]) -> Figure:
-    """`item_map` of the "items" vectors that a run exported.
-
-    Raises:
-        CrossfedError: the method exports none, or those of two domains differ in width.
-    """
-    from safetensors.numpy import load_file
-
-    vectors = {name: load_file(folder / f"{name}.safetensors").get("items") for name in domains}
-    known = {name: table for name, table in vectors.items() if table is not None and table.ndim == 2}
-    if len(known) < len(vectors) or len({table.shape[1] for table in known.values()}) != 1:
-        raise CrossfedError(f"{result['method']} exports no item vectors of one width, which a map is made of.")
-    return item_map(known, None, About.of(result))
-
-
 def _series(history: History, kind: str) -> dict[tuple[str, str], tuple[Array, Array]]:
     """(node, name) -> steps and values, for all metrics `kind/<node>/<name>`; NaN between stages, which breaks the line."""
     found: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
@@ -375,7 +263,7 @@ def _main_metrics(recorded: Mapping[tuple[str, str], Any]) -> tuple[str, ...]:
 
 
 def panels(
-    count: int, title: str, about: str, height: float = 4.2, columns: int | None = None
+    count: int, title: str, about: str, height: float = 4.2, columns: int | None = None, each: float = 2.8
 ) -> tuple[Figure, list[Axes]]:
     """A figure in the product's style: panels in rows, a title, and a line that says what it is about.
 
@@ -384,12 +272,13 @@ def panels(
         about: the line under the title. A line break in it takes room of its own.
         height: of a single row, in inches.
         columns: panels in a row; up to three by default.
+        each: height of a row where there are several, in inches.
     """
     columns = columns or {4: 2}.get(count, min(count, 3))
     rows = math.ceil(count / columns)
     width = {1: 8.0, 2: 11.0}.get(columns, 14.0)
     head = 0.7 + 0.17 * about.count("\n")
-    tall = 0.6 + head + (height if rows == 1 else 2.8 * rows)
+    tall = 0.6 + head + (height if rows == 1 else each * rows)
     figure = Figure(figsize=(width, tall), dpi=110, layout="constrained")
     figure.text(0.1 / width, 1 - 0.12 / tall, title, fontsize=14, fontweight="bold", va="top")
     figure.text(0.1 / width, 1 - 0.44 / tall, about, fontsize=9.5, color=GREY, va="top")
@@ -437,19 +326,22 @@ def _stages(axis: Axes, history: History) -> None:
         )  # fmt: skip
 
 
-def _styles(names: Any) -> dict[str, tuple[str, str]]:
+def styles(names: Any) -> dict[str, tuple[str, str]]:
     """Name -> colour and marker, by order of appearance; the server last, so that domains look the same everywhere."""
     unique = sorted(dict.fromkeys(names), key=lambda name: name == SERVER)
     return {n: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i, n in enumerate(unique)}
-
-
-def _columns(count: int) -> int:
-    return min(count, 3)
 
 
 def _legend(
     figure: Figure, style: Mapping[str, tuple[str, str]], labels: Mapping[str, str], more: Sequence[Line2D] = ()
 ) -> None:
     handles = [Line2D([], [], color=c, marker=m, ms=5, lw=1.8, label=labels[n]) for n, (c, m) in style.items()]
-    handles += more
-    figure.legend(handles=handles, loc="outside lower center", ncols=_columns(len(handles)), frameon=False, fontsize=9)
+    below(figure, [*handles, *more])
+
+
+def below(figure: Figure, handles: Sequence[Artist]) -> None:
+    """A legend under the panels, in as many columns as its texts leave room for."""
+    longest = max((len(str(handle.get_label())) for handle in handles), default=1)
+    room = figure.get_figwidth() * 14  # characters of its font
+    columns = max(1, min(len(handles), int(room / (longest + 6)), 4))
+    figure.legend(handles=list(handles), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -148,6 +148,13 @@ def _identity(path: Path) -> str:
     """The same for a run's directory and for the copy of its artifacts."""
     known = path / tracking.RUN_ID
     return known.read_text(encoding="utf-8").strip() if known.is_file() else str(path.resolve())
+
+
+def relabelled(runs: Sequence[Finished], key: str) -> list[Finished]:
+    """The same runs, one setting disregarded in their rows' names: runs along which that setting varies share a row."""
+    told = [{name: value for name, value in run.settings.items() if name != key} for run in runs]
+    labels = _labels([(run.result, settings, "") for run, settings in zip(runs, told, strict=True)])
+    return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
 
 
 def read_result(path: Path) -> dict[str, Any]:

@@ -14,17 +14,13 @@ from matplotlib.figure import Figure
 from crossfed.platform.report.figures import (
     About,
     bytes_per_round,
-    exported_items,
-    item_map,
     loss_curves,
-    metric_against,
     model_figures,
     pretty,
     run_figures,
     save,
     validation_curves,
 )
-from crossfed.platform.seam import CrossfedError
 
 ABOUT = About("FedCRF", "synthetic shops", "ratio-80-10-10", "3")
 RESULT = {
@@ -145,38 +141,6 @@ def test_one_round_of_one_domain() -> None:
     assert set(run_figures([row], RESULT)) == {"validation", "bytes"}
 
 
-def test_metric_against_shows_mean_and_deviation() -> None:
-    figure = metric_against([0.1, 1.0], {"A": [[1.0, 3.0], [4.0, 4.0]]}, "alpha", "ndcg_at_10", ABOUT, log=True)
-    [axis] = figure.axes
-    [bars] = axis.containers
-    line, _, [segments] = bars.lines
-    assert list(line.get_ydata()) == [2.0, 4.0]
-    # standard deviation of (1, 3) with n - 1 = 1: sqrt(((1-2)² + (3-2)²) / 1) = √2
-    assert segments.get_segments()[0][:, 1] == pytest.approx([2 - 2**0.5, 2 + 2**0.5])
-    assert axis.get_xscale() == "log"
-    assert "mean of 2 seeds ± 1 standard deviation" in texts(figure)
-    with pytest.raises(CrossfedError, match="A has results for 1 values of alpha; 2 are given"):
-        metric_against([0.1, 1.0], {"A": [[1.0]]}, "alpha", "ndcg_at_10", ABOUT)
-
-
-def test_item_map_keeps_clusters_apart_and_centres_with_theirs() -> None:
-    rng = np.random.default_rng(0)
-    centres = np.array([[40.0] + [0.0] * 7, [-40.0] + [0.0] * 7])
-    vectors = {name: np.concatenate([c + rng.normal(size=(30, 8)) for c in centres]) for name in ("A", "B")}
-    figure = item_map(vectors, centres, ABOUT, per_domain=50)
-    items_a, items_b, stars = (c.get_offsets() for c in figure.axes[0].collections)
-    assert (len(items_a), len(items_b), len(stars)) == (50, 50, 2)
-    points = np.concatenate([items_a, items_b])
-    nearest = np.linalg.norm(points[:, None] - np.asarray(stars)[None], axis=2).argmin(axis=1)
-    assert 40 <= (nearest == 0).sum() <= 60
-    assert "A  (50 of 60 items)" in texts(figure)
-    assert "2 centres" in texts(figure)
-    again = item_map(vectors, centres, ABOUT, per_domain=50)
-    assert np.array_equal(again.axes[0].collections[0].get_offsets(), items_a)
-    with pytest.raises(CrossfedError, match="at least 4 vectors; there are 2"):
-        item_map({"A": np.ones((2, 3))}, None, ABOUT)
-
-
 def test_pretty() -> None:
     assert [pretty(n) for n in ("ndcg_at_20", "hit_rate_at_5", "mrr_at_10", "auc")] == [
         "NDCG@20", "Hit rate@5", "MRR@10", "Auc"
@@ -205,7 +169,3 @@ def test_prototypes_are_drawn_for_every_domain_that_exports_them(tmp_path: Path)
     assert heat.get_title() == "books: mean |cos| 0.17, largest 1.00"  # one pair of six
     np.testing.assert_allclose(heat.images[0].get_array()[0], [1, 1, 0, 0], atol=1e-12)
     assert len(plane.collections[0].get_offsets()) == 4
-    save(exported_items(tmp_path, ["books", "films"], RESULT), tmp_path / "map.png")
-    save_file({"users": table}, tmp_path / "films.safetensors")
-    with pytest.raises(CrossfedError, match="exports no item vectors of one width"):
-        exported_items(tmp_path, ["books", "films"], RESULT)

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from statsmodels.stats.weightstats import DescrStatsW
 
 from crossfed.platform.evaluation.cohorts import by_activity
 from crossfed.platform.seam import CrossfedError
@@ -12,6 +13,14 @@ def test_bounds_of_the_paper():
     assert [(cohort.name, cohort.n_users) for cohort in cohorts] == [("cold", 2), ("warm", 2), ("active", 2)]
     assert [cohort.means["ndcg_at_10"] for cohort in cohorts] == pytest.approx([0.25, 0.3, 0.9])
     assert [cohort.share for cohort in cohorts] == pytest.approx([1 / 3] * 3)
+
+
+def test_intervals_agree_with_statsmodels():
+    values = np.random.default_rng(0).random(30)
+    cold, warm, active = by_activity({"mrr_at_5": values}, np.r_[np.full(20, 3), np.full(9, 9), 20])
+    assert cold.intervals["mrr_at_5"] == pytest.approx(DescrStatsW(values[:20]).tconfint_mean(0.05))
+    assert warm.intervals["mrr_at_5"] == pytest.approx(DescrStatsW(values[20:29]).tconfint_mean(0.05))
+    assert active.intervals == {}  # one user has no spread
 
 
 def test_own_bounds_and_an_empty_cohort():
