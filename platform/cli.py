@@ -17,7 +17,8 @@ from rich.table import Table
 
 from crossfed.platform import cli_report
 from crossfed.platform.cli_audit import audit
-from crossfed.platform.cli_cluster import cluster_app, doctor
+from crossfed.platform.cli_cluster import cluster_app, doctor, submit
+from crossfed.platform.cli_recommend import recommend
 from crossfed.platform.cli_tune import tune_all, tune_app
 from crossfed.platform.seam import CrossfedError, Release, Scope
 
@@ -34,13 +35,16 @@ app = typer.Typer(
 data_app = typer.Typer(help="Prepare, generate and describe data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(tune_app, name="tune")
-app.add_typer(cli_report.analyse_app, name="analyse")
 app.add_typer(cluster_app, name="cluster")
 app.command()(doctor)
+app.command()(submit)
+app.add_typer(cli_report.analyse_app, name="analyse")
 app.command("tune-all")(tune_all)
 app.command("audit")(audit)
 app.command("compare")(cli_report.compare)
+app.command("report")(cli_report.report)
 app.command("figures")(cli_report.figures)
+app.command("recommend")(recommend)
 
 Out = Annotated[Path, typer.Option(help="Folder of run directories.", show_default=True)]
 RUNS = Path("runs")

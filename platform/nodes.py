@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from crossfed.platform import checkpoint
+from crossfed.platform import checkpoint, served
 from crossfed.platform.config import RunConfig
 from crossfed.platform.controls import Delivery
 from crossfed.platform.data import splits
@@ -238,7 +238,10 @@ class Node:
         return self._drawn[part]
 
     def export(self) -> None:
-        """Write what is enough to recommend with (no interactions) to `model/<domain>.safetensors` of the run."""
+        """Write what is enough to recommend with to `model/` of the run: tensors, item ids, digests of user ids.
+
+        No interactions, and no user id.
+        """
         tensors = {
             key: value.detach().cpu().contiguous().clone() for key, value in self.method.export(self.state).items()
         }
@@ -246,6 +249,8 @@ class Node:
         with checkpoint.writing(path):
             path.parent.mkdir(exist_ok=True)
             save_file(tensors, path)
+            store = PreparedData.open(self.plan.data)
+            served.write_index(path.parent, self.name, store.user_ids(self.name), store.item_ids(self.name))
 
     def apply(self, function: Callable[Concatenate[Node, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run `function(self, …)` where this node's data is; what it returns leaves the node."""

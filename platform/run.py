@@ -466,7 +466,9 @@ def _artifacts(
     drawn = figures.run_figures(history, result) | figures.model_figures(run_dir / "model", plan.domains, result)
     for name, figure in drawn.items():
         tracker.figure(figure, name)
-    tracker.model(run_dir, plan.domains, step=last)
+    for name in plan.domains:
+        registered = f"{result['method']}-{result['data']['name']}-{name}".replace("/", "_").replace(":", "_")
+        tracker.model(run_dir, name, last, registered if plan.config.tracking.register_models else None)
 
 
 def _described(result: dict[str, Any], select: str) -> str:

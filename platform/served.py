@@ -1,158 +1,224 @@
-"""The trained model as an MLflow pyfunc: the run's configuration and every domain's exported tensors, loaded without pickle.
+"""The trained model of one domain, ready to recommend: from a run's folder, or as an MLflow pyfunc, loaded without pickle.
 
-    model = mlflow.pyfunc.load_model("models:/m-…")          # or the run's runs:/<id>/recommender
-    model.predict(pandas.DataFrame({"domain": ["Beauty"], "user": [7], "k": [10]}))
+    model = mlflow.pyfunc.load_model("models:/m-…")                 # or models:/<registered name>/1
+    model.predict(pandas.DataFrame({"user": ["A2X3"], "k": [10]}))  # the source's own ids in, and out
 
-It loads in a fresh process without the run, its data or a network. Interactions never leave their domain, so the model does not
-know what a user has already seen: items are left out only when the caller names them in `exclude`. Users and items are the
-row numbers of the prepared data.
+It loads in a fresh process without the run, its data or a network, and knows nothing of other domains. Interactions never
+leave their domain, so the model does not know what a user has already seen: items are left out only when the caller names
+them in `exclude`. User ids do not leave either: the model holds a keyed 64-bit digest of each, enough to recognise an id that
+is asked for. That is a pseudonym, not secrecy: whoever holds the model can test a guess.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import secrets
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import mlflow.pyfunc
 import numpy as np
-import pandas as pd
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
-from mlflow.models import ModelSignature
-from mlflow.pyfunc.model import PythonModel
-from mlflow.types.schema import Array, ColSpec, DataType, Schema
 
 from crossfed.platform.seam import CrossfedError
 
 K = 10
 """How many items are recommended where the request does not say."""
+FALLBACK_USERS = 2_000
+"""How many users' rankings the answer to an unknown user is made of, at most."""
+_BLOCK = 256
 
-SIGNATURE = ModelSignature(
-    inputs=Schema(
-        [
-            ColSpec(DataType.string, "domain"),
-            ColSpec(DataType.long, "user"),
-            ColSpec(DataType.long, "k", required=False),
-            ColSpec(Array(DataType.long), "exclude", required=False),
-        ]
-    ),
-    outputs=Schema(
-        [
-            ColSpec(DataType.string, "domain"),
-            ColSpec(DataType.long, "user"),
-            ColSpec(Array(DataType.long), "items"),
-            ColSpec(Array(DataType.double), "scores"),
-        ]
-    ),
-)
+Scorer = Callable[[npt.NDArray[np.int64]], torch.Tensor]
 
-_CODE = """from crossfed.platform.served import Recommender
+
+# -- who and what: written by the domain itself ------------------------------------------------------------------
+
+
+def write_index(folder: Path, domain: str, user_ids: Iterable[str], item_ids: Sequence[str]) -> None:
+    """Write `<domain>.users.parquet` (digests of user ids, and their key) and `<domain>.items.parquet` (item ids).
+
+    Args:
+        user_ids, item_ids: the source's ids, in row order.
+    """
+    key = secrets.token_bytes(16)
+    digests = np.array([_digest(key, user) for user in user_ids], np.int64)
+    order = np.argsort(digests, kind="stable")
+    _, users, items = files(folder, domain)
+    table = pa.table({"digest": digests[order], "row": order.astype(np.int64)})
+    pq.write_table(table.replace_schema_metadata({"key": key.hex()}), users)
+    pq.write_table(pa.table({"id": pa.array(item_ids, pa.string())}), items)
+
+
+def _digest(key: bytes, user: str) -> int:
+    return int.from_bytes(hashlib.blake2b(user.encode(), digest_size=8, key=key).digest(), "little", signed=True)
+
+
+def files(folder: Path, domain: str) -> tuple[Path, ...]:
+    """What a domain's model consists of, beside the run's `config.yaml`: tensors, user index, item ids."""
+    return tuple(folder / f"{domain}.{ending}" for ending in ("safetensors", "users.parquet", "items.parquet"))
+
+
+# -- recommending ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is recommended to one user.
+
+    Attributes:
+        user: as asked for. known: False when the answer is the fallback.
+        items: the source's item ids, best first; equal scores in row order. rows: their row numbers.
+        scores: the method's scores; of the fallback, mean reciprocal ranks.
+    """
+
+    user: str
+    known: bool
+    items: tuple[str, ...]
+    rows: tuple[int, ...]
+    scores: tuple[float, ...]
+
+
+class DomainModel:
+    """One domain's finished model.
+
+    Args:
+        run_dir: holds `config.yaml` and `model/` with the domain's files; a run's directory, or a model artifact's.
+
+    Raises:
+        CrossfedError: the run has not finished, has no such domain, or a file is damaged.
+    """
+
+    def __init__(self, run_dir: Path, domain: str) -> None:
+        from crossfed.platform.run import load_scorer
+
+        self.domain = domain
+        self._scorer: Scorer = load_scorer(run_dir, domain)
+        _, users, items = files(run_dir / "model", domain)
+        try:
+            index, self.items = pq.read_table(users), pq.read_table(items)["id"].to_pylist()
+            self._key = bytes.fromhex((index.schema.metadata or {})[b"key"].decode())
+            self._digests, self._rows = index["digest"].to_numpy(), index["row"].to_numpy()
+        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+            raise CrossfedError(
+                f"{run_dir} does not say who and what its model of {domain} is about ({error}); it was made by an earlier "
+                "version, or is damaged: run it again."
+            ) from error
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {item: row for row, item in enumerate(self.items)}
+
+    def row(self, user: str) -> int | None:
+        """The row number of a user; None for one that the model does not know."""
+        digest = _digest(self._key, user)
+        place = int(np.searchsorted(self._digests, digest))
+        return int(self._rows[place]) if place < len(self._rows) and self._digests[place] == digest else None
+
+    def item_rows(self, items: Iterable[str]) -> list[int]:
+        """Row numbers of items.
+
+        Raises:
+            CrossfedError: the domain has no such item.
+        """
+        items = [str(item) for item in items]
+        if unknown := [item for item in items if item not in self._places]:
+            raise CrossfedError(f"exclude names the item {unknown[0]!r}, which domain {self.domain} does not have")
+        return [self._places[item] for item in items]
+
+    @cached_property
+    def fallback(self) -> torch.Tensor:
+        """Scores [n_items] for a user nobody knows: the mean reciprocal rank of every item over the known users.
+
+        Over `FALLBACK_USERS` of them, evenly spaced by row, where there are more.
+        """
+        n_users = len(self._rows)
+        users = np.unique(np.linspace(0, n_users - 1, min(n_users, FALLBACK_USERS)).astype(np.int64))
+        total = torch.zeros(len(self.items), dtype=torch.float64)
+        for first in range(0, len(users), _BLOCK):
+            scores = self._scores(users[first : first + _BLOCK])
+            order = scores.argsort(dim=1, descending=True, stable=True)
+            worth = torch.where(scores.gather(1, order) > -torch.inf, 1 / torch.arange(1, scores.shape[1] + 1.0), 0.0)
+            total.index_add_(0, order.flatten(), worth.flatten().double())
+        return (total / len(users)).float()
+
+    def _scores(self, users: npt.NDArray[np.int64]) -> torch.Tensor:
+        return self._scorer(users).detach().to("cpu", torch.float32).clone()
+
+    def recommend(
+        self, users: Sequence[str], counts: Sequence[int] | None = None, exclude: Sequence[Sequence[int]] | None = None
+    ) -> list[Answer]:
+        """Recommend to users; who is unknown gets the fallback.
+
+        Args:
+            users: the source's ids. counts: how many items each, `K` by default. exclude: item row numbers to leave out.
+
+        Raises:
+            CrossfedError: a count below 1.
+        """
+        counts = [K] * len(users) if counts is None else counts
+        if len(counts) and min(counts) < 1:
+            raise CrossfedError(f"k is {min(counts)}; it must be 1 or more")
+        answers: list[Answer] = []
+        for first in range(0, len(users), _BLOCK):
+            block = range(first, min(first + _BLOCK, len(users)))
+            rows = [self.row(users[place]) for place in block]
+            known = [row for row in rows if row is not None]
+            scored = iter(self._scores(np.array(known, np.int64)) if known else ())
+            for place, row in zip(block, rows, strict=True):
+                scores = self.fallback.clone() if row is None else next(scored)
+                if exclude is not None and len(exclude[place]):
+                    scores[torch.tensor(exclude[place], dtype=torch.long)] = -torch.inf
+                answers.append(self._best(users[place], row is not None, scores, counts[place]))
+        return answers
+
+    def _best(self, user: str, known: bool, scores: torch.Tensor, count: int) -> Answer:
+        values, order = scores.sort(descending=True, stable=True)
+        kept = min(count, int((values > -torch.inf).sum()))
+        rows = tuple(order[:kept].tolist())
+        return Answer(user, known, tuple(self.items[row] for row in rows), rows, tuple(values[:kept].tolist()))
+
+
+# -- as an MLflow model ------------------------------------------------------------------------------------------
+
+_CODE = """from crossfed.platform.pyfunc import Recommender
 from mlflow.models import set_model
 
 set_model(Recommender())
 """
-_BLOCK = 256
 
 
-class Recommender(PythonModel):
-    """Recommends items to users; see the module's docstring for how it is called."""
-
-    def load_context(self, context: Any) -> None:
-        """Find the run's files in the model's directory."""
-        self._root = Path(context.artifacts["config"]).parent
-        self._scorers: dict[str, Callable[[np.ndarray], torch.Tensor]] = {}
-
-    def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
-        """Recommend.
-
-        Args:
-            model_input: one request a row: `domain`, `user` (row number), optionally `k` (default 10) and `exclude` (item
-                row numbers to leave out, such as those already seen).
-
-        Returns:
-            In the same order, `domain`, `user`, `items` (at most k row numbers, best first; equal scores by row number)
-            and their `scores`.
-
-        Raises:
-            CrossfedError: an unknown domain, a user outside the domain, k below 1, an excluded item outside the domain.
-        """
-        if missing := {"domain", "user"} - set(model_input.columns):
-            raise CrossfedError(
-                f"the request lacks the column {' and '.join(sorted(missing))}; it needs domain and user"
-            )
-        requests = model_input.reset_index(drop=True)
-        items: list[list[int]] = [[]] * len(requests)
-        scores: list[list[float]] = [[]] * len(requests)
-        for domain, rows in requests.groupby("domain", sort=False):
-            for first in range(0, len(rows), _BLOCK):
-                block = rows.iloc[first : first + _BLOCK]
-                for row, found in zip(block.index, self._recommend(str(domain), block), strict=True):
-                    items[row], scores[row] = found
-        return pd.DataFrame(
-            {
-                "domain": requests["domain"].astype(str),
-                "user": requests["user"].astype("int64"),
-                "items": items,
-                "scores": scores,
-            }
-        )
-
-    def _recommend(self, domain: str, block: pd.DataFrame) -> list[tuple[list[int], list[float]]]:
-        users = np.array(block["user"], np.int64)  # a copy: what pandas gives is read-only
-        if users.min() < 0:
-            raise CrossfedError(f"user {users.min()} is not a row number of domain {domain}")
-        counts = block["k"].fillna(K).to_numpy(np.int64) if "k" in block else np.full(len(block), K)
-        if counts.min() < 1:
-            raise CrossfedError(f"k is {counts.min()} in a request for domain {domain}; it must be 1 or more")
-        try:
-            values = self._scorer(domain)(users).detach().to("cpu", torch.float32).clone()
-        except IndexError as error:
-            raise CrossfedError(f"user {users.max()} is not a row number of domain {domain}") from error
-        if "exclude" in block:
-            for row, seen in enumerate(block["exclude"]):
-                if isinstance(seen, list | tuple | np.ndarray) and len(seen):
-                    left_out = np.asarray(seen, np.int64)
-                    if left_out.min() < 0 or left_out.max() >= values.shape[1]:
-                        raise CrossfedError(
-                            f"exclude names an item outside domain {domain}, which has rows 0 to {values.shape[1] - 1}"
-                        )
-                    values[row, left_out] = -torch.inf
-        values, order = values.sort(dim=1, descending=True, stable=True)
-        found = []
-        for row, count in enumerate(counts):
-            kept = min(int(count), int((values[row] > -torch.inf).sum()))
-            found.append((order[row, :kept].tolist(), values[row, :kept].tolist()))
-        return found
-
-    def _scorer(self, domain: str) -> Callable[[np.ndarray], torch.Tensor]:
-        if domain not in self._scorers:
-            from crossfed.platform.run import load_scorer
-
-            self._scorers[domain] = load_scorer(self._root, domain)
-        return self._scorers[domain]
-
-
-def save(run_dir: Path, domains: Sequence[str], path: Path) -> None:
-    """Write the model of a finished run as an MLflow model directory.
+def save(run_dir: Path, domain: str, path: Path) -> None:
+    """Write one domain's model of a finished run as an MLflow model directory.
 
     Args:
-        run_dir: holds `config.yaml` and `model/<domain>.safetensors`.
-        domains: the domains it serves; the first one is in the example.
+        run_dir: holds `config.yaml` and `model/`.
         path: the directory to make; must not exist.
     """
+    import mlflow.pyfunc
+
+    from crossfed.platform.pyfunc import EXAMPLE, SIGNATURE
+
     with tempfile.TemporaryDirectory() as folder:
-        code = Path(folder) / "recommender.py"
+        code, own = Path(folder) / "recommender.py", Path(folder) / "model"
         code.write_text(_CODE, "utf-8")
+        own.mkdir()
+        for file in files(run_dir / "model", domain):
+            shutil.copyfile(file, own / file.name)
         mlflow.pyfunc.save_model(
             path=path,
             python_model=str(code),
-            artifacts={"config": str(run_dir / "config.yaml"), "model": str(run_dir / "model")},
+            artifacts={"config": str(run_dir / "config.yaml"), "model": str(own)},
             signature=SIGNATURE,
-            input_example=pd.DataFrame({"domain": [domains[0]], "user": [0], "k": [K]}),
+            input_example=EXAMPLE,
             pip_requirements=[_requirement(name) for name in ("crossfed", "mlflow", "torch")],
-            metadata={"domains": list(domains)},
+            metadata={"domain": domain},
         )
 
 

@@ -71,7 +71,8 @@ class TrackingSettings(BaseModel):
         parent_run_id: the MLflow run under which this one is shown (a study).
         params: which of the method's values are the run's parameters, e.g. those that a study searches; None means all.
         tags: added to the run's own tags.
-        artifacts: record files, figures and the model besides metrics; they stay in the run's directory otherwise.
+        artifacts: record files, figures and models besides metrics; they stay in the run's directory otherwise.
+        register_models: make each domain's model a new version of the registered model METHOD-DATA-DOMAIN.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -85,6 +86,7 @@ class TrackingSettings(BaseModel):
     params: tuple[str, ...] | None = None
     tags: dict[str, str] = {}
     artifacts: bool = True
+    register_models: bool = False
 
     @field_validator("uri")
     @classmethod
@@ -338,21 +340,29 @@ class Tracker:
             return
         self.artifact(path, "figures")
 
-    def model(self, run_dir: Path, domains: Sequence[str], name: str = "recommender", step: int = 0) -> None:
-        """Record the trained model as an MLflow pyfunc (see `crossfed.platform.served`)."""
+    def model(self, run_dir: Path, domain: str, step: int = 0, register: str | None = None) -> None:
+        """Record one domain's trained model as an MLflow pyfunc (see `crossfed.platform.served`).
+
+        Args:
+            register: the registered model of which it becomes a new version.
+        """
         if not self._settings.enabled:
             return
         from crossfed.platform import served
 
-        folder = self._dir / "mlflow-model"
+        folder = self._dir / f"mlflow-model-{domain}"
         shutil.rmtree(folder, ignore_errors=True)
         try:
             with _bounded():
-                served.save(run_dir, domains, folder)
+                served.save(run_dir, domain, folder)
         except Exception as error:  # the run's own model is in its directory already
-            self._warn(f"tracking: the model cannot be recorded ({_words(error)})")
+            self._warn(f"tracking: the model of {domain} cannot be recorded ({_words(error)})")
             return
-        self._submit({"op": "model", "path": self._relative(folder), "name": safe_name(name), "step": step})
+        name, entry = (
+            f"recommender-{domain}".replace(".", "_"),
+            {"op": "model", "path": self._relative(folder), "step": step},
+        )
+        self._submit(entry | {"name": name} | ({"register": register} if register else {}))
 
     def finish(self, status: Status, reason: str | None = None, outcome: str | None = None) -> None:
         """Close the run with its end and the reason; the last attempt to empty the spool. Later calls do nothing.
@@ -495,7 +505,6 @@ class _State:
     uri: str = ""
     run_id: str | None = None
     experiment_id: str | None = None
-    model_id: str | None = None
     stage: str | None = None
     last: dict[str, int] = field(default_factory=dict)  # metric -> its last recorded step
     best: dict[str, float] = field(default_factory=dict)
@@ -735,9 +744,28 @@ class _Store:
         description.save(str(folder / "MLmodel"))
         client.log_model_artifacts(entry["model_id"], str(folder))
         client.finalize_logged_model(entry["model_id"], "READY")
-        client.log_outputs(run_id, [LoggedModelOutput(entry["model_id"], entry["step"])])
-        state.model_id = entry["model_id"]
+        outputs = client.get_run(run_id).outputs
+        if entry["model_id"] not in [output.model_id for output in (outputs.model_outputs if outputs else ())]:
+            client.log_outputs(run_id, [LoggedModelOutput(entry["model_id"], entry["step"])])
+        if entry.get("register"):
+            self._register(client, entry["register"], run_id, entry["model_id"])
         shutil.rmtree(folder)
+
+    def _register(self, client: MlflowClient, name: str, run_id: str, model_id: str) -> None:
+        """Make a logged model a version of a registered model, once."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        # a database's registry would look for the model under the global tracking URI, a server refuses local paths
+        source = f"models:/{model_id}"
+        if not self.uri.startswith("http"):
+            source = client.get_logged_model(model_id).artifact_location
+        if not any(version.source == source for version in client.search_model_versions(f"name = '{name}'")):
+            client.create_model_version(name, source, run_id, model_id=model_id)
 
     def _finish(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
         if entry["reason"]:
@@ -822,7 +850,7 @@ def _undisturbed() -> Iterator[None]:
         waiting.append((number, frame))
 
     # what is not a Python function (ignored, or the end of the process) stays as it is
-    kinds = (signal.SIGINT, signal.SIGTERM)
+    kinds: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
     before = {kind: handler for kind in kinds if callable(handler := signal.getsignal(kind))}
     for kind in before:
         signal.signal(kind, wait)

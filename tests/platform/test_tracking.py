@@ -488,9 +488,9 @@ def test_a_full_disk_is_a_warning_and_is_caught_up(out: Path) -> None:
 def test_a_model_that_cannot_be_packed_is_a_warning(out: Path) -> None:
     warnings: list[str] = []
     tracker = start(out / "run", warnings)
-    tracker.model(out / "run", ["A"])  # no configuration, no tensors there
+    tracker.model(out / "run", "A")  # no configuration, no tensors there
     tracker.finish("FINISHED")
-    assert "the model cannot be recorded" in warnings[0]
+    assert "the model of A cannot be recorded" in warnings[0]
     assert sqlite(out / "run").get_run(tracker.run_id).info.status == "FINISHED"
 
 
