@@ -126,11 +126,11 @@ def reach(address: str) -> None:
         if where is None:  # `auto` with no cluster in sight, or `local`: Ray's own words or a new cluster
             return
         _knock(where)
-        _authenticate()
+        authenticate()
         if not client:
             _greet(where)
     except AuthenticationError as error:
-        raise _unreachable(address, _refused()) from error
+        raise _unreachable(address, refused()) from error
     except (OSError, ValueError, RpcError) as error:
         # Ray turns this machine's loopback address into that of its network interface
         asked = f"{where}: " if where and where not in address else ""
@@ -178,9 +178,9 @@ def _greet(where: str) -> None:
         raise raised[0]
 
 
-def _authenticate() -> None:
+def authenticate() -> None:
     """Use the token that is at hand. A file that cannot be read is told here, because Ray aborts the process over it."""
-    source = _token_source()
+    source = token_source()
     if "RAY_AUTH_MODE" not in os.environ and source is not None:
         os.environ["RAY_AUTH_MODE"] = "token"
         Config.initialize("")  # Ray has read the environment already
@@ -194,7 +194,7 @@ def _authenticate() -> None:
             raise OSError(f"{source} names {path}, which holds no token")
 
 
-def _token_source() -> str | None:
+def token_source() -> str | None:
     """Where this process's token comes from, in Ray's order; None where there is none."""
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         if os.environ.get(name):
@@ -203,9 +203,9 @@ def _token_source() -> str | None:
     return str(path) if path.exists() else None
 
 
-def _refused() -> str:
+def refused() -> str:
     """Why a cluster with token authentication did not let us in."""
-    source, mode = _token_source(), os.environ.get("RAY_AUTH_MODE", "")
+    source, mode = token_source(), os.environ.get("RAY_AUTH_MODE", "")
     if source is None:
         return "it asks for a token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file that holds the cluster's own"
     if mode.lower() != "token":

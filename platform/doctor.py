@@ -14,9 +14,9 @@ from typing import Any, Literal
 from rich.table import Table
 
 Report = Mapping[str, Any]
-"""Of one machine: what `probe.look` returns, and `name`, `driver` (this process; its machine may be there a second time), `head`,
+"""Of one machine: what `ray_probe.look` returns, and `name`, `driver` (this process; its machine may be there again), `head`,
 `gpus` that Ray counts, `skew` in seconds against the driver's clock (None for itself). A machine that did not answer has
-`silent`, the reason, and none of what `probe.look` returns."""
+`silent`, the reason, and none of what `ray_probe.look` returns."""
 
 Severity = Literal["error", "warning", "ok"]
 GIB = 2**30

@@ -1,4 +1,4 @@
-"""Asks every machine of a cluster what it says of itself (`probe.look`): one task per machine, and this process."""
+"""Asks every machine of a cluster what it says of itself (`ray_probe.look`): one task per machine, and this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from crossfed.platform import cluster, probe
+from crossfed.platform import cluster, ray_probe
 from crossfed.platform.config import Resources
 from crossfed.platform.doctor import Report, Wanted
 from crossfed.platform.tracking import TrackingSettings, redact, resolve_uri
@@ -70,21 +70,21 @@ def _ask(wanted: Wanted, patience: float) -> list[Report]:
     with _marked(wanted.out, patience) as marker:
         ask |= marker
         # by value: machines with another crossfed, or none, are to answer as well
-        ray.cloudpickle.register_pickle_by_value(probe)
+        ray.cloudpickle.register_pickle_by_value(ray_probe)
         try:
             # a process of its own, so that what hangs in a look does not stay in the way of actors
-            look = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(probe.look)
+            look = ray.remote(num_cpus=0, max_calls=1, max_retries=0)(ray_probe.look)
             sent = {}
             for row in machines:
                 strategy = NodeAffinitySchedulingStrategy(row["NodeID"], soft=False)
                 ref = look.options(scheduling_strategy=strategy).remote({**ask, "node": row["NodeID"]})
                 sent[ref] = (row, time.time())
             with ThreadPoolExecutor(1) as pool:  # beside the others, whose arrival is timed
-                looking = pool.submit(probe.look, {**ask, "node": "this-process"})
+                looking = pool.submit(ray_probe.look, {**ask, "node": "this-process"})
                 answers = _gather(sent, _START + patience)
                 own = looking.result()
         finally:
-            ray.cloudpickle.unregister_pickle_by_value(probe)
+            ray.cloudpickle.unregister_pickle_by_value(ray_probe)
         written = _written(ask, [row["NodeID"] for row in machines]) if ask["marker"] else set()
         if ask["trouble"]:
             own["storage"] = {"problem": ask["trouble"]}
@@ -142,19 +142,19 @@ def _marked(out: str, patience: float) -> Iterator[dict[str, Any]]:
     existed = "://" in out or Path(out).exists()
 
     def make() -> dict[str, Any]:
-        store, path = probe.file_system(marker)
+        store, path = ray_probe.file_system(marker)
         store.create_dir(path, recursive=True)
-        probe.write(store, f"{path}/driver", word)
+        ray_probe.write(store, f"{path}/driver", word)
         return {}
 
-    trouble = probe.within(patience, {"storage": make})["storage"].get(
+    trouble = ray_probe.within(patience, {"storage": make})["storage"].get(
         "problem"
     )  # storage that is gone may never answer
     try:
         yield {"marker": None if trouble else marker, "word": word, "trouble": trouble}
     finally:
         if not trouble:
-            store, path = probe.file_system(marker)
+            store, path = ray_probe.file_system(marker)
             with contextlib.suppress(OSError):
                 store.delete_dir(path)
             if not existed:
@@ -166,8 +166,8 @@ def _written(ask: dict[str, Any], nodes: list[str]) -> set[str]:
     """Nodes whose files the driver sees."""
 
     def seen(node: str) -> dict[str, Any]:
-        store, path = probe.file_system(ask["marker"])
-        return {"seen": probe.read(store, f"{path}/{node}") == ask["word"]}
+        store, path = ray_probe.file_system(ask["marker"])
+        return {"seen": ray_probe.read(store, f"{path}/{node}") == ask["word"]}
 
-    found = probe.within(ask["patience"], *({node: functools.partial(seen, node)} for node in nodes))
+    found = ray_probe.within(ask["patience"], *({node: functools.partial(seen, node)} for node in nodes))
     return {node for node, answer in found.items() if answer.get("seen")}

@@ -219,4 +219,5 @@ def test_the_environment_file_that_setup_writes(tmp_path: Path) -> None:
         "export PATH=$HOME/crossfed-env/bin:$PATH",
         "export RAY_AUTH_MODE=token",
         "export MLFLOW_TRACKING_URI=http://127.0.0.1:5000",
+        "export RAY_JOB_STOP_WAIT_TIME_S=60",
     ]

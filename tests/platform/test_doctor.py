@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from crossfed.platform import probe
+from crossfed.platform import ray_probe
 from crossfed.platform.cli import app
 from crossfed.platform.doctor import GIB, Finding, Wanted, can_start, judge, table
 
@@ -190,7 +190,7 @@ def ask(tmp_path: Path, **other: Any) -> dict[str, Any]:
 def test_a_look_at_this_machine(tmp_path: Path) -> None:
     import torch
 
-    report = probe.look(ask(tmp_path))
+    report = ray_probe.look(ask(tmp_path))
     json.dumps(report)
     assert not [name for name, told in report.items() if isinstance(told, dict) and "problem" in told], report
     assert report["python"] == sys.version.split()[0] and report["packages"]["torch"] == torch.__version__
@@ -204,18 +204,18 @@ def test_a_look_at_this_machine(tmp_path: Path) -> None:
 
 def test_storage_that_is_another_or_cannot_be_written(tmp_path: Path) -> None:
     asked = ask(tmp_path)
-    assert probe._storage(asked | {"word": "other"}) == {"writable": False, "same": False}
-    assert probe._storage(asked | {"marker": str(tmp_path / "elsewhere")}) == {"writable": None, "same": False}
+    assert ray_probe._storage(asked | {"word": "other"}) == {"writable": False, "same": False}
+    assert ray_probe._storage(asked | {"marker": str(tmp_path / "elsewhere")}) == {"writable": None, "same": False}
     blocked = tmp_path / "runs/.doctor/n2"
     blocked.mkdir()  # a folder where the file would be
-    found = probe.within(5, {"storage": lambda: probe._storage(asked | {"node": "n2"})})
+    found = ray_probe.within(5, {"storage": lambda: ray_probe._storage(asked | {"node": "n2"})})
     assert "directory" in found["storage"]["problem"].lower()
 
 
 def test_a_look_that_hangs_is_told_in_time() -> None:
     release = threading.Event()
     began = time.monotonic()
-    found = probe.within(0.3, {"slow": lambda: release.wait(30), "after": lambda: 1}, {"fast": lambda: 2})
+    found = ray_probe.within(0.3, {"slow": lambda: release.wait(30), "after": lambda: 1}, {"fast": lambda: 2})
     release.set()
     assert time.monotonic() - began < 5
     assert found == {
@@ -238,10 +238,10 @@ def test_an_mlflow_server_that_answers_and_one_that_is_gone(status: int) -> None
     with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         uri = f"http://127.0.0.1:{server.server_port}"
-        assert probe._mlflow(uri) == {"reached": True}
+        assert ray_probe._mlflow(uri) == {"reached": True}
         server.shutdown()
-    assert probe._mlflow(uri) == {"reached": False, "problem": "Connection refused"}
-    assert probe._mlflow(None) == {"reached": None}
+    assert ray_probe._mlflow(uri) == {"reached": False, "problem": "Connection refused"}
+    assert ray_probe._mlflow(None) == {"reached": None}
 
 
 def test_the_command_says_that_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,11 +285,12 @@ def test_faults_planted_for_real_on_five_nodes(tmp_path: Path) -> None:
     script.write_text(PLANTED)
     done = subprocess.run(
         [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=280, check=False,
+        cwd=tmp_path,  # the repository root, which Ray would put on the path of its workers, holds crossfed.egg-info
         env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     *_, told, left = done.stdout.splitlines()
-    found = {row[1]: row for row in json.loads(told) if row[0] != "ok"}
+    found = {row[1]: row for row in reversed(json.loads(told)) if row[0] != "ok"}  # the worst of a subject
     print(json.dumps(list(found.values()), indent=1))
     assert "Ray counts 2 GPUs, torch sees 0" in found["gpus"][3] and found["gpus"][0] == "error"
     assert found["torch"][3].startswith("torch 1.0, but") and found["crossfed"][3].startswith("crossfed 0.0.1, but")
