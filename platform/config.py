@@ -259,12 +259,13 @@ def declared_search(method: str) -> dict[str, Any]:
     return dict(method_file(method).get("search") or {})
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str, option: str = "--set") -> Any:
     """The value of `--set key=value`: YAML, so `0.5`, `true`, `[10, 20]`, `null` and plain words mean what they look like."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise CrossfedError(f"--set: {text!r} is not a value YAML can read: {error}.") from error
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        raise CrossfedError(f"{option}: {text!r} is not a value YAML can read: {problem}.") from error
     if isinstance(value, str):
         try:
             return float(value)  # YAML 1.1 reads 1e-3 as a word
