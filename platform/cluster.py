@@ -26,7 +26,7 @@ from crossfed.platform.seam import SERVER, CrossfedError
 
 SERVER_RESOURCE = "crossfed_server"
 """Ray's custom resource by which machines are set aside for server actors (cluster.yaml gives it to the head)."""
-_SLOT = 0.001
+SLOT = 0.001
 """Of one unit of it per server actor: a machine that has one takes a thousand."""
 
 
@@ -265,7 +265,7 @@ def shares(
     if gpu is None:
         gpu = 0.0 if resources.device == "cpu" or not gpus else _down(1 / max(1, math.ceil(len(domains) / gpus - 1e-9)))
     found = {name: Share(resources.cpus_per_domain or each, gpu) for name in domains}
-    server = Share(resources.cpus_server or each, 0.0, _SLOT if set_aside else 0.0)
+    server = Share(resources.cpus_server or each, 0.0, SLOT if set_aside else 0.0)
     return ({SERVER: server} if SERVER in nodes else {}) | found
 
 

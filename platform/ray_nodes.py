@@ -142,7 +142,8 @@ class RayNodes:
         self.group = inherited or cluster.reserve(self.shares, resources.placement, resources.start_timeout)
         self.actors = _KEPT.pop(self._place(), {})
         actor = ray.remote(concurrency_groups={PULSE: 1})(NodeActor)  # type: ignore[call-overload]
-        for index, (name, share) in enumerate(self.shares.items()):
+        first = self.group.bundle_count - len(self.shares)  # a trial's own bundle, where it has one, comes before
+        for index, (name, share) in enumerate(self.shares.items(), first):
             if name not in self.actors:
                 self.actors[name] = actor.options(
                     num_cpus=share.cpus,

@@ -113,7 +113,9 @@ def slots(
     if base.resources.gpus_per_domain is None and not domain.gpus:
         resources = resources.model_copy(update={"gpus_per_domain": 0.0})
     total = [sum(getattr(share, kind) for share in wanted.values()) for kind in ("cpus", "gpus")]
-    bundles = ({}, *(share.bundle() for share in wanted.values()))  # the trial's own process waits for its nodes
+    # the trial's own process waits for its nodes, beside the server's; without one, where machines are set aside (and MLflow runs)
+    own = {cluster.SERVER_RESOURCE: cluster.SLOT} if set_aside and cluster.SERVER not in nodes else dict[str, float]()
+    bundles = (own, *(share.bundle() for share in wanted.values()))
     return Slots(bundles, base.model_copy(update={"resources": resources}), at_once, *total)
 
 

@@ -58,6 +58,19 @@ def test_the_server_stays_on_machines_that_are_set_aside() -> None:
         preflight(found, [machine(8), head])
 
 
+def test_a_trial_without_a_server_waits_where_machines_are_set_aside() -> None:
+    """There MLflow runs, on the loopback interface."""
+    from crossfed.tuning.search import slots
+
+    base = build("lightgcn")
+    head = machine(8)
+    assert slots(base, NODES[1:], 1, [head, machine(8)]).bundles[0] == {}
+    head["Resources"][SERVER_RESOURCE] = 1.0
+    assert slots(base, NODES[1:], 1, [head, machine(8)]).bundles[0] == {SERVER_RESOURCE: 0.001}
+    own, server, *_ = slots(base, NODES, 1, [head, machine(8)]).bundles
+    assert own == {} and server[SERVER_RESOURCE] == 0.001  # its process is in the server's bundle
+
+
 def test_configured_shares_are_kept() -> None:
     found = shares(Resources(cpus_per_domain=4, gpus_per_domain=0.5, cpus_server=2), NODES, cpus=64, gpus=8)
     assert (found[SERVER], found["books"]) == (Share(2, 0), Share(4, 0.5))
