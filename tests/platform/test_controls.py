@@ -24,7 +24,7 @@ from toy_controls import twins
 
 def config(method: str, data: Path, out: Path, *sets: str, backend: str = "inprocess", seed: int = 0) -> RunConfig:
     values = {"data": data, "out": out, "backend": backend, "seed": seed, "tracking.enabled": False}
-    return build(method, sets=sets, values=values)
+    return build(method, sets=["tracking.artifacts=false", *sets], values=values)
 
 
 def history(run: RunResult) -> list[dict[str, Any]]:
