@@ -15,21 +15,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
+from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator
 
 from crossfed.platform.controls import Control
 from crossfed.platform.data import synthetic
 from crossfed.platform.discovery import find_method, method_file, nearest
 from crossfed.platform.evaluation.metrics import metric_name, parse_metric
 from crossfed.platform.evaluation.protocols import get_protocol
-from crossfed.platform.seam import CrossfedError, Method, MethodConfig
+from crossfed.platform.seam import Checked, CrossfedError, Method, MethodConfig
 from crossfed.platform.tracking import TrackingSettings, redact
 
 
-class Settings(BaseModel):
-    """Base of every settings block: frozen, unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+class Settings(Checked):
+    """Base of every settings block."""
 
 
 _SHOPS = synthetic.PRESETS["small"]
@@ -146,6 +144,9 @@ class Resources(Settings):
     )
     heartbeat_timeout: float = Field(
         120.0, gt=0, description="seconds without a sign of life from a node's process after which it is lost"
+    )
+    max_message_mb: float | None = Field(
+        None, gt=0, description="largest message in MiB; none: what the declared shapes add up to, 1024 for one without"
     )
     on_failure: Literal["rollback", "fail"] = Field(
         "rollback", description="when a node is lost: rollback goes on from the last committed round; fail ends the run"

@@ -6,9 +6,10 @@ Both give a method the same view, so that both give the same numbers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -26,7 +27,7 @@ from crossfed.platform.evaluation import candidates
 from crossfed.platform.evaluation.audit import popularity_baseline, random_baseline, similarity_attack
 from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.evaluation.ranking import Ranking, rank
-from crossfed.platform.payloads import Entry, Gate, freeze
+from crossfed.platform.payloads import Entry, Gate, check_metrics, freeze
 from crossfed.platform.privacy import tell_apart
 from crossfed.platform.seam import (
     SERVER,
@@ -34,6 +35,7 @@ from crossfed.platform.seam import (
     Context,
     CrossfedError,
     Interactions,
+    Out,
     Payload,
     generators,
     noise_generator,
@@ -135,12 +137,15 @@ class Node:
     def connect(self, sizes: Mapping[str, int]) -> None:
         """Learn who else is there (names and item counts) and make this node's initial state."""
         n_users = self.data.n_users if self.data else None
-        self.gate = Gate(self.method, self.config, self.name, sizes, n_users)
+        megabytes = self.plan.config.resources.max_message_mb
+        max_bytes = None if megabytes is None else int(megabytes * 2**20)
+        self.gate = Gate(self.method, self.config, self.name, sizes, n_users, max_bytes)
         self.peers = tuple(name for name in self.plan.domains if name != self.name)
         init = self.method.init_server if self.name == SERVER else self.method.init_domain
         if init is None:
             raise RuntimeError(f"{self.method.name} has no server")
-        self.state = init(self.config, self._context("init", 0))
+        with _memory(self.name):
+            self.state = init(self.config, self._context("init", 0))
 
     def _context(self, stage: str, round: int, *where: str | int) -> Context:
         """The context of one place in the run. Torch's global generator (dropout) is put there too."""
@@ -166,13 +171,19 @@ class Node:
         """
         where = self.stages[stage]
         step = getattr(where, part)[phase].step
+        self.gate.receive(where, inbox)
         inbox = self.delivery(where.name, round, part, phase, inbox)
-        out = step(self.state, inbox, self._context(where.name, round, part, phase))
+        with _memory(self.name):
+            out = step(self.state, inbox, self._context(where.name, round, part, phase))
+        if not isinstance(out, Out):
+            raise CrossfedError(
+                f"{self.name}: a step of stage {where.name!r} returned a {type(out).__name__}, not an Out."
+            )
         rows = tell_apart(self.releases, where.name, part, out.send, self.gate.check(where, round, out.send))
         if self.plan.config.evaluation.audit and self.data is not None:
             for payload in out.send.values():
                 self.uploaded |= {key: np.array(v) for key, v in payload.items() if v.shape[:1] == (self.data.n_items,)}
-        return dict(out.send), rows, {key: float(value) for key, value in out.metrics.items()}
+        return dict(out.send), rows, check_metrics(self.name, out.metrics)
 
     def evaluate(self) -> Measured:
         """Metrics on the validation split: training items masked, everything else a candidate (or the drawn ones)."""
@@ -301,6 +312,20 @@ class Node:
         first = folder / f"{self.name}.first"
         self.delivery.first = checkpoint.load(first) if Path(f"{first}.json").is_file() else {}
         return {sender: dict(payload) for sender, payload in checkpoint.load(folder / f"{self.name}.inbox").items()}
+
+
+@contextlib.contextmanager
+def _memory(name: str) -> Iterator[None]:
+    """Tell in one sentence that a node's memory is full."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        told = str(error).splitlines()[0] if str(error) else "no memory is left"
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in told:
+            raise CrossfedError(
+                f"{name} ran out of memory ({told}); lower the sizes in its configuration, or give it a larger machine."
+            ) from error
+        raise
 
 
 def _detached(value: Any) -> Any:

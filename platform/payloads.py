@@ -1,11 +1,14 @@
 """What crosses: every payload is checked against the method's declaration before it leaves its sender, and counted.
 
-The checks run inside the sender's own process, so a refused array never leaves it.
+The checks run inside the sender's own process, so a refused array never leaves it; and once more inside the receiver's, which
+need not take the sender's word for them.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -66,86 +69,211 @@ def dimension(name: int | str, config: MethodConfig, sizes: Mapping[str, int]) -
     return int(getattr(config, name))
 
 
+UNDECLARED = 2**30
+"""Bytes that a message may hold where its fields declare no shape, unless `resources.max_message_mb` says otherwise."""
+
+_NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,199}")
+_METRICS = 256
+"""Most metrics of one step: each is a number that leaves the domain unperturbed, for the tracker."""
+
+
 class Gate:
-    """Checks what one node sends.
+    """Checks what one node sends, and what it receives.
 
     Args:
         method, config: whose declarations count.
-        node: the sender.
+        node: this node.
         nodes: every node there is, with its item count (0 for the server).
-        n_users: the sender's own user count; None at the server.
+        n_users: this node's own user count; None at the server.
+        max_bytes: largest message; None derives it from the declared shapes.
     """
 
-    def __init__(self, method: Method, config: MethodConfig, node: str, nodes: Mapping[str, int], n_users: int | None):
+    def __init__(
+        self,
+        method: Method,
+        config: MethodConfig,
+        node: str,
+        nodes: Mapping[str, int],
+        n_users: int | None,
+        max_bytes: int | None = None,
+    ):
         self.method, self.config, self.node, self.nodes, self.n_users = method, config, node, nodes, n_users
+        self.max_bytes = max_bytes
 
     def check(self, stage: Stage, round: int, send: Mapping[str, Payload]) -> list[Entry]:
-        """Ledger rows of a node's messages.
+        """Ledger rows of this node's messages.
 
         Raises:
             LeakError: a receiver outside the stage's edges, an undeclared key, another shape or type than declared,
-                values out of range, or NaN/Inf. Names the sender and the key.
+                values out of range, NaN/Inf, or more bytes than a message may have. Names the sender and the key.
         """
         rows = []
-        for receiver, payload in send.items():
-            way = self._edge(stage, receiver)
+        for receiver, payload in _messages(self.node, send):
+            way = self._edge(stage, self.node, receiver)
+            self._payload(self.node, receiver, way, payload, "it was not sent")
             for key, value in payload.items():
-                self._array(receiver, way, key, value)
-                rows.append(
-                    Entry(
-                        stage.name,
-                        round,
-                        self.node,
-                        receiver,
-                        str(way),
-                        key,
-                        value.shape,
-                        str(value.dtype),
-                        value.nbytes,
-                    )
-                )
+                shape, dtype = value.shape, str(value.dtype)
+                rows.append(Entry(stage.name, round, self.node, receiver, str(way), key, shape, dtype, value.nbytes))
         return rows
 
-    def _edge(self, stage: Stage, receiver: str) -> Direction:
-        if receiver not in self.nodes or receiver == self.node:
-            raise LeakError(
-                f"{self.node} tried to send to {receiver!r} in stage {stage.name!r}: there is no such other node."
-            )
-        way = direction(self.node, receiver)
+    def receive(self, stage: Stage, inbox: Mapping[str, Payload]) -> None:
+        """Refuse what the sender should have refused.
+
+        Raises:
+            LeakError: as in `check`; a shape that only the sender's user count explains is taken as it is.
+        """
+        for sender, payload in _messages(self.node, inbox):
+            self._payload(sender, self.node, self._edge(stage, sender, self.node), payload, "it was not read")
+
+    def _edge(self, stage: Stage, sender: str, receiver: str) -> Direction:
+        for name in (sender, receiver):
+            if name not in self.nodes or sender == receiver:
+                raise LeakError(
+                    f"{sender} tried to send to {receiver!r} in stage {stage.name!r}: there is no such other node."
+                )
+        way = direction(sender, receiver)
         if way not in stage.edges:
             allowed = ", ".join(sorted(stage.edges)) or "none: the stage is local"
             raise LeakError(
-                f"{self.node} tried to send to {receiver} ({way}) in stage {stage.name!r}, outside its edges ({allowed})."
+                f"{sender} tried to send to {receiver} ({way}) in stage {stage.name!r}, outside its edges ({allowed})."
             )
         return way
 
-    def _array(self, receiver: str, way: Direction, key: str, value: Array) -> None:
-        who = f"{self.node} → {receiver}: payload key {key!r}"
-        field = declared(self.method.fields, key, way)
-        if field is None:
-            known = ", ".join(f.key for f in self.method.fields if f.direction == way) or "none"
-            raise LeakError(f"{who} is not declared for direction {way} (declared: {known}); it was not sent.")
-        if not isinstance(value, np.ndarray):
-            raise LeakError(f"{who} is a {type(value).__name__}, not a NumPy array; it was not sent.")
+    def _payload(self, sender: str, receiver: str, way: Direction, payload: Payload, end: str) -> None:
+        """Check one message; `end` says what becomes of a refused one."""
+        who = f"{sender} → {receiver}"
+        if not isinstance(payload, Mapping):
+            raise LeakError(f"{who}: a {type(payload).__name__} is no payload of named arrays; {end}.")
+        arrays: list[tuple[str, Array, Field]] = []
+        for key, value in payload.items():
+            if not isinstance(key, str) or not _NAME.fullmatch(key):
+                raise LeakError(f"{who}: payload key {str(key)[:80]!r} is no name; {end}.")
+            field = declared(self.method.fields, key, way)
+            if field is None:
+                known = ", ".join(f.key for f in self.method.fields if f.direction == way) or "none"
+                raise LeakError(
+                    f"{who}: payload key {key!r} is not declared for direction {way} (declared: {known}); {end}."
+                )
+            if not isinstance(value, np.ndarray):
+                raise LeakError(f"{who}: payload key {key!r} is a {type(value).__name__}, not a NumPy array; {end}.")
+            self._form(f"{who}: payload key {key!r}", sender, receiver, field, value, end)
+            arrays.append((key, value, field))
+        if (total := sum(value.nbytes for _, value, _ in arrays)) > (allowed := self._allowed(sender, receiver, way)):
+            key = max(arrays, key=lambda row: row[1].nbytes)[0]
+            raise LeakError(
+                f"{who}: the message holds {total:,} bytes (most of them in payload key {key!r}), more than the {allowed:,} "
+                f"that it may have (resources.max_message_mb); {end}."
+            )
+        for key, value, field in arrays:
+            self._values(f"{who}: payload key {key!r}", field, value, end)
+
+    def _sizes(self, sender: str, receiver: str) -> dict[str, int]:
+        """The sizes that a declared shape may name and this node knows."""
+        sizes = {"n_items": self.nodes[receiver if sender == SERVER else sender]}
+        return sizes if self.n_users is None or sender != self.node else sizes | {"n_users": self.n_users}
+
+    def _allowed(self, sender: str, receiver: str, way: Direction) -> int:
+        """Bytes that a message may have."""
+        if self.max_bytes is not None:
+            return self.max_bytes
+        total, sizes = 0, self._sizes(sender, receiver)
+        for field in self.method.fields:
+            if field.direction != way:
+                continue
+            if field.shape is None or field.key.endswith("*") or ("n_users" in field.shape and "n_users" not in sizes):
+                total += UNDECLARED
+            else:
+                shape = [dimension(name, self.config, sizes) for name in field.shape]
+                total += math.prod(shape) * np.dtype(field.dtype).itemsize
+        return total
+
+    def _form(self, who: str, sender: str, receiver: str, field: Field, value: Array, end: str) -> None:
         if str(value.dtype) != field.dtype:
-            raise LeakError(f"{who} has dtype {value.dtype}, declared {field.dtype}; it was not sent.")
+            raise LeakError(f"{who} has dtype {value.dtype}, declared {field.dtype}; {end}.")
         if field.shape is not None:
-            domain = receiver if self.node == SERVER else self.node
-            sizes = {"n_items": self.nodes[domain]} | ({} if self.n_users is None else {"n_users": self.n_users})
-            expected = tuple(dimension(name, self.config, sizes) for name in field.shape)
-            if value.shape != expected:
-                raise LeakError(f"{who} has shape {value.shape}, declared {field.shape} = {expected}; it was not sent.")
-        elif self.n_users in value.shape and self.n_users not in self.config.model_dump().values():
+            sizes = self._sizes(sender, receiver)
+            expected = tuple(
+                None if name == "n_users" and name not in sizes else dimension(name, self.config, sizes)
+                for name in field.shape
+            )
+            fits = len(expected) == value.ndim and all(
+                want in (None, have) for want, have in zip(expected, value.shape, strict=True)
+            )
+            if not fits:
+                raise LeakError(f"{who} has shape {value.shape}, declared {field.shape} = {expected}; {end}.")
+        elif (
+            self.n_users in value.shape
+            and sender == self.node
+            and self.n_users not in self.config.model_dump().values()
+        ):
             raise LeakError(
                 f"{who} has shape {value.shape}, with an axis as long as the domain has users ({self.n_users}); a field "
-                "declared without a shape may not grow with users. It was not sent."
+                f"declared without a shape may not grow with users; {end}."
             )
-        if np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all():
-            raise LeakError(f"{who} holds NaN or Inf; it was not sent. The training has diverged or the step is wrong.")
+
+    def _values(self, who: str, field: Field, value: Array, end: str) -> None:
+        if np.issubdtype(value.dtype, np.inexact) and not np.isfinite(value).all():
+            raise LeakError(f"{who} holds NaN or Inf; {end}. The training has diverged or the step is wrong.")
         if field.high is not None and value.size:
             high = dimension(field.high, self.config, {})
             if value.min() < 0 or value.max() >= high:
-                raise LeakError(f"{who} holds values outside 0 … {high - 1} as declared; it was not sent.")
+                raise LeakError(f"{who} holds values outside 0 … {high - 1} as declared; {end}.")
+
+
+def _messages(node: str, messages: Mapping[str, Payload]) -> Iterable[tuple[str, Payload]]:
+    """The messages of a node by the other node's name."""
+    if not isinstance(messages, Mapping):
+        raise LeakError(f"{node}: a {type(messages).__name__} is no mapping of node names to payloads.")
+    return messages.items()
+
+
+def check_metrics(node: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """A step's metrics as plain numbers.
+
+    Raises:
+        LeakError: a name is no name, a value is no number, or there are more than `_METRICS` of them.
+    """
+    if not isinstance(metrics, Mapping) or len(metrics) > _METRICS:
+        raise LeakError(f"{node}: the metrics of a step are a mapping of at most {_METRICS} names to numbers.")
+    found = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise LeakError(f"{node}: metric {str(name)[:80]!r} is no name.")
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise LeakError(f"{node}: metric {name!r} is a {type(value).__name__}, not one number.") from error
+    return found
+
+
+def check_told(
+    stage: Stage, sender: str, nodes: Iterable[str], receivers: Iterable[str], rows: Iterable[Entry]
+) -> None:
+    """Hold what a node says it has sent against the stage, before anything of it is delivered.
+
+    Args:
+        receivers: of the messages it hands over. rows: the ledger rows that it tells of them.
+
+    Raises:
+        LeakError: a message for nobody or outside the edges, or a row that speaks of another message or cannot be true.
+    """
+    known, handed = set(nodes), set(receivers)
+    for receiver in handed:
+        if receiver not in known - {sender} or direction(sender, receiver) not in stage.edges:
+            raise LeakError(
+                f"{sender} handed over a message to {receiver!r}, outside the edges of stage {stage.name!r}."
+            )
+    for row in rows:
+        bytes_told = math.prod(row.shape) * np.dtype(row.dtype).itemsize
+        if (
+            row.sender != sender
+            or row.receiver not in handed
+            or min(row.shape, default=0) < 0
+            or row.bytes != bytes_told
+        ):
+            raise LeakError(
+                f"{sender} tells of {row.key!r} to {row.receiver!r} what does not fit the messages it handed over."
+            )
 
 
 class ShapeWatch:

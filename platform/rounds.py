@@ -17,7 +17,7 @@ from typing import Any
 from crossfed.platform.checkpoint import Checkpoints
 from crossfed.platform.config import RunConfig
 from crossfed.platform.nodes import Measured, Nodes, Plan
-from crossfed.platform.payloads import Entry, ShapeWatch, check_declarations
+from crossfed.platform.payloads import Entry, ShapeWatch, check_declarations, check_told
 from crossfed.platform.privacy import RECORD, Accountant, check_releases, mend, messages_of, read_lines
 from crossfed.platform.seam import SERVER, CrossfedError, Direction, Method, MethodConfig, Phase, Stage
 
@@ -90,11 +90,13 @@ def check_method(method: Method, config: MethodConfig) -> tuple[Stage, ...]:
     """The method's stages, after checking that its declarations hold together.
 
     Raises:
-        CrossfedError: a stage name occurs twice, a phase runs at a server that the method lacks, edges name a server that
-            is not there, a payload dimension is unknown, or a release speaks of what is not sent.
+        CrossfedError: there is no stage, a stage name occurs twice, a phase runs at a server that the method lacks, edges
+            name a server that is not there, a payload dimension is unknown, or a release speaks of what is not sent.
     """
     stages = method.stages(config)
     check_declarations(method, config)
+    if not stages:
+        raise CrossfedError(f"{method.name} has no stage: it would train nothing.")
     labels = [stage.name for stage in stages]
     if len(set(labels)) < len(labels):
         raise CrossfedError(f"{method.name}: two stages share a name: {labels}.")
@@ -292,7 +294,8 @@ class Rounds:
             where = [SERVER] if phase.at == "server" else domains
             inboxes = {name: self.mail.pop(name, {}) for name in where}
             done = self.nodes.run_phase(index, part, number, round, inboxes)
-            for sent in done.values():
+            for sender, sent in done.items():
+                check_told(self.stages[index], sender, self.plan.nodes, sent.send, sent.rows)
                 self.watch.check(sent.rows)
             rows = {name: sent.rows for name, sent in done.items()}
             self._account(self.stages[index].name, part, number, round, rows)

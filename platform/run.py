@@ -80,7 +80,8 @@ def chosen_domains(config: RunConfig, data: PreparedData) -> tuple[str, ...]:
     """The domains of a run, in order.
 
     Raises:
-        CrossfedError: one is not in the data or is named twice, or a federated method is left with a single one.
+        CrossfedError: one is not in the data, is named twice or cannot have its name, or a federated method is left with a
+            single one.
     """
     chosen = data.domains if config.domains is None else config.domains
     for name in chosen:
@@ -88,6 +89,10 @@ def chosen_domains(config: RunConfig, data: PreparedData) -> tuple[str, ...]:
             raise CrossfedError(f"There is no domain {name!r} in {data.path}; it has {', '.join(data.domains)}.")
     if len(set(chosen)) < len(chosen) or not chosen:
         raise CrossfedError(f"domains must name each domain once; got {', '.join(chosen) or 'none'}.")
+    for name in chosen:
+        # a checkpoint holds `<node>.safetensors`, `<node>.inbox.safetensors` … of every node, and files of its own
+        if name in ("progress", "manifest") or any(name.startswith(f"{other}.") for other in chosen):
+            raise CrossfedError(f"A domain of this run cannot be called {name!r}: a file of the run's checkpoints is.")
     if len(chosen) < 2 and config.resolved.scope == Scope.FEDERATED:
         raise CrossfedError(
             f"{config.method} is federated and needs at least two domains, but got {chosen[0]} alone; "

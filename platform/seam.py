@@ -14,15 +14,16 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 SERVER = "server"
 """The server's node name; no domain may carry it."""
@@ -43,10 +44,33 @@ class LeakError(CrossfedError):
     """A payload that was not declared, or a message outside the stage's edges. Names the sender and the key."""
 
 
-class MethodConfig(BaseModel):
-    """Base of every method's `Config`: frozen, numbers are finite, unknown keys are errors, defaults are validated."""
+def _mentions(annotation: Any, kind: type) -> bool:
+    """Whether an annotation is a type, or is made of it."""
+    return annotation is kind or any(_mentions(part, kind) for part in typing.get_args(annotation))
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+class Checked(BaseModel):
+    """Base of all settings: frozen, unknown keys are errors, and a number is a finite number of a size that can be used."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    largest: ClassVar[int] = 2**63 - 1
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        for part in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(part, bool) and not _mentions(cls.model_fields[str(info.field_name)].annotation, bool):
+                raise ValueError("it is true or false where a number or a word is wanted")
+            if isinstance(part, int) and abs(part) > cls.largest:
+                raise ValueError(f"whole numbers go up to {cls.largest}")
+        return value
+
+
+class MethodConfig(Checked):
+    """Base of every method's `Config`: as `Checked`, and its defaults are validated."""
+
+    model_config = ConfigDict(validate_default=True)
+    largest: ClassVar[int] = 2**31 - 1
 
 
 class Direction(StrEnum):

@@ -23,12 +23,10 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     monkeypatch.setenv("CROSSFED_CACHE", str(base))
 
 
-@pytest.fixture(scope="session")
-def shops(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_shops(path: Path) -> Path:
     """Three small domains of different sizes, prepared."""
     from crossfed.platform.data.store import Writer
 
-    path = tmp_path_factory.mktemp("data") / "shops"
     with Writer(path, {"kind": "test shops"}) as writer:
         for number, (name, n_users, n_items) in enumerate([("books", 40, 30), ("films", 50, 25), ("games", 30, 35)]):
             rng = np.random.default_rng(number)
@@ -40,6 +38,11 @@ def shops(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 [f"{name} product {i} of kind {i % 5}" for i in range(n_items)],
             )  # fmt: skip
     return path
+
+
+@pytest.fixture(scope="session")
+def shops(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shops(tmp_path_factory.mktemp("data") / "shops")
 
 
 @pytest.fixture(scope="session")

@@ -280,6 +280,9 @@ WHISPER = _whispers("whisper", whisper)
 WHISPER_DIES = _whispers("whisper_dies", _whisper_or_die)
 
 
+NO_STAGE = _method("no_stage", lambda c: ())
+
+
 # -- for searches --------------------------------------------------------------------------------------------------
 
 

@@ -426,12 +426,21 @@ class PreparedData:
                 for name in manifest["domains"]
             }
             agree = rows == {name: {k: told[k] for k in _TABLES} for name, told in manifest["domains"].items()}
+            agree &= manifest["files"].keys() == {f"{name}/{kind}.parquet" for name in rows for kind in _TABLES}
+            agree &= all(
+                isinstance(told[key], str) for told in manifest["files"].values() for key in ("sha256", "content")
+            )
         except (AttributeError, KeyError, TypeError):
             agree = False
         if not agree:
             raise CrossfedError(
                 f"{path / MANIFEST} disagrees with itself on domains and files; prepare the data again."
             )
+        for name in rows:
+            if not valid_domain_name(name):
+                raise CrossfedError(
+                    f"{path / MANIFEST} names a domain {name!r}; take letters, digits, '_', '-' and '.', and not '{SERVER}'."
+                )
         for name, expected in manifest["files"].items():
             file = path / name
             if not file.is_file():
@@ -465,6 +474,11 @@ class PreparedData:
         """Users, items and times, each int64 [n_interactions], sorted by user, time and source order."""
         table = self._read(domain, "interactions")
         users, items, times = (table[name].to_numpy().astype(np.int64) for name in ("user", "item", "time"))
+        for numbers, size, kind in zip((users, items), self.sizes(domain), ("user", "item"), strict=True):
+            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < size:
+                raise CrossfedError(
+                    f"{self.path / domain}: {kind} numbers lie outside 0 … {size - 1}; prepare the data again."
+                )
         return users, items, times
 
     def item_texts(self, domain: str) -> list[str]:
@@ -488,6 +502,14 @@ class PreparedData:
         self._described(domain)
         file = self.path / domain / f"{kind}.parquet"
         try:
+            schema = pq.read_schema(file)
+            if schema.names != _TABLES[kind].names or schema.types != _TABLES[kind].types:
+                raise CrossfedError(f"{file} has other columns than prepared data; prepare the data again.")
+            rows, expected = pq.read_metadata(file).num_rows, self.manifest["files"][f"{domain}/{kind}.parquet"]["rows"]
+            if rows != expected:
+                raise CrossfedError(
+                    f"{file} has {rows} rows where the manifest says {expected}; prepare the data again."
+                )
             return pq.read_table(file, columns=list(columns) or None, memory_map=False)
         except (OSError, pa.ArrowException) as error:
             reason = str(error).splitlines()[0]

@@ -144,3 +144,22 @@ def test_metric_names_are_read_in_any_spelling() -> None:
 def test_a_preset_that_changes_nothing_changes_no_hash() -> None:
     assert build("fedcrf", preset="kitchen-food").hash() == build("fedcrf").hash()
     assert build("fedcrf", preset="care-beauty").hash() != build("fedcrf").hash()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("K=true", "K = True is not possible: it is true or false where a number"),
+        ("seed=false", "seed = False is not possible: it is true or false"),
+        ("evaluation.ks=[10, true]", "it is true or false"),
+        ("K=100000000000000000000", "K = 100000000000000000000 is not possible: whole numbers go up to 2147483647"),
+        ("seed=100000000000000000000", "whole numbers go up to 9223372036854775807"),
+    ],
+)
+def test_numbers_are_numbers_of_a_size_that_can_be_used(text: str, words: str) -> None:
+    with pytest.raises(CrossfedError, match=words):
+        build("fedcrf", sets=[text])
+
+
+def test_true_and_false_stay_where_they_are_meant() -> None:
+    assert build("fedcrf", sets=["tracking.enabled=false", "evaluation.audit=true"]).evaluation.audit is True

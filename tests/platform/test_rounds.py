@@ -308,6 +308,24 @@ def test_a_domain_is_named_when_its_candidates_are_too_few(shops: Path, tmp_path
         run_federation(config("AVERAGE", shops, tmp_path, "evaluation.protocol=leave-one-out-99"))
 
 
+@pytest.mark.parametrize("name", ["books.best", "progress"])
+def test_domains_whose_files_would_collide_are_refused(name: str, tmp_path: Path) -> None:
+    from crossfed.platform.data.store import Writer
+
+    with Writer(tmp_path / "data", {"kind": "test"}) as writer:
+        for domain in ("books", name):
+            writer.add_domain(domain, [0], [0], [0], ["u"], ["i"], [""])
+    with pytest.raises(CrossfedError, match=rf"A domain of this run cannot be called '{name}'"):
+        run_federation(config("AVERAGE", tmp_path / "data", tmp_path / "runs"))
+    with pytest.raises(CrossfedError, match="needs at least two domains"):
+        run_federation(config("AVERAGE", tmp_path / "data", tmp_path / "runs", "domains=[books]"))
+
+
+def test_a_method_without_a_stage_is_refused(shops: Path, tmp_path: Path) -> None:
+    with pytest.raises(CrossfedError, match="no_stage has no stage: it would train nothing"):
+        run_federation(config("NO_STAGE", shops, tmp_path))
+
+
 def test_data_edited_after_they_were_prepared_are_refused(shops: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(shops, tmp_path / "shops")
     file = copy / "books" / "items.parquet"

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -200,6 +201,37 @@ def test_edited_counts(tmp_path):
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CrossfedError, match="disagrees with itself"):
         PreparedData.open(path)
+
+
+def test_names_in_a_manifest_do_not_lead_out_of_the_directory(tmp_path):
+    path = write(tmp_path / "d").path
+    before = (path / "manifest.json").read_text()
+    for name in ("../evil", "/etc", "x/y", "..", "server", ""):
+        (path / "manifest.json").write_text(before.replace('"a/', f'"{name}/').replace('"a": {', f'"{name}": {{'))
+        with pytest.raises(CrossfedError, match=r"names a domain|disagrees with itself"):
+            PreparedData.open(path)
+    manifest = json.loads(before)
+    manifest["files"]["../../etc/passwd"] = manifest["files"]["a/users.parquet"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CrossfedError, match="disagrees with itself"):
+        PreparedData.open(path)
+
+
+def test_files_that_are_not_what_the_manifest_says(tmp_path):
+    """Other columns, other counts, numbers of users that there are not: told when they are read, whatever the hashes say."""
+    data = write(tmp_path / "d")
+    file = data.path / "a/interactions.parquet"
+    table = pq.read_table(file)
+    told = {
+        "other columns": table.drop_columns(["time"]),
+        "rows where the manifest": pa.concat_tables([table, table]),
+        "user numbers lie outside": table.set_column(0, table.schema[0], pa.array([10**6] * len(table), pa.int32())),
+        "item numbers lie outside": table.set_column(1, table.schema[1], pa.array([-1] * len(table), pa.int32())),
+    }
+    for words, changed in told.items():
+        pq.write_table(changed, file)
+        with pytest.raises(CrossfedError, match=words):
+            data.interactions("a")
 
 
 def test_damage_is_found(tmp_path):
