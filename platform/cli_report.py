@@ -12,6 +12,7 @@ from crossfed.platform.seam import CrossfedError
 
 if TYPE_CHECKING:
     from crossfed.platform.report.analyses import Analysis
+    from crossfed.platform.report.page import Section
     from crossfed.platform.report.sources import Finished
 
 RUNS = Path("runs")
@@ -41,9 +42,10 @@ class Format(StrEnum):
     md = "md"
     latex = "latex"
     csv = "csv"
+    html = "html"
 
 
-_ENDINGS = {".md": Format.md, ".tex": Format.latex, ".csv": Format.csv}
+_ENDINGS = {".md": Format.md, ".tex": Format.latex, ".csv": Format.csv, ".html": Format.html}
 
 
 def compare(
@@ -62,7 +64,7 @@ def compare(
     format: Annotated[
         Format | None,
         typer.Option(
-            help="Form of the table.  [default: by the ending of --out-file: .md, .tex, .csv; else md]",
+            help="Form of the table.  [default: by the ending of --out-file: .md, .tex, .csv, .html; else md]",
             show_default=False,
         ),
     ] = None,
@@ -71,17 +73,21 @@ def compare(
     tracking_uri: Uri = None,
 ) -> None:
     """Put finished runs into one table: mean ± deviation over seeds, the best and the second, what differences are worth."""
-    from crossfed.platform.report.compare import comparison
+    from crossfed.platform.report.comparison import comparison
     from crossfed.platform.report.sources import gather
 
     form = format or (_ENDINGS.get(out_file.suffix.lower(), Format.md) if out_file else Format.md)
     with gather(runs, out, tracking_uri) as finished:
         made = comparison(finished, metric or (), split.value, against or ())
-    grids = [made.table] + ([made.tests] if made.tests else [])
+    grids = [made.table, *made.tests]
     if form is Format.csv:
         text = made.table.csv()
     elif form is Format.latex:
         text = "\n".join(grid.latex() for grid in grids)
+    elif form is Format.html:
+        from crossfed.platform.report.page import Page, Section
+
+        text = Page("Comparison", (), (Section(made.table.title, (), tuple(grids)),)).html()
     else:
         text = "\n".join(grid.markdown() for grid in grids)
     _give(text, out_file)
@@ -97,6 +103,50 @@ def _give(text: str, file: Path | None) -> None:
     except OSError as error:
         raise CrossfedError(f"{file} cannot be written: {error.strerror}; choose another --out-file.") from error
     typer.echo(f"{file}")
+
+
+def report(
+    runs: Sources,
+    metric: Annotated[list[str] | None, typer.Option(help="Metrics of the table. Repeatable.")] = None,
+    against: Annotated[list[str] | None, typer.Option(help="Rows that count as baselines. Repeatable.")] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file to write.  [default: report.html in the study's folder, or in analyses below --out]",
+            show_default=False,
+        ),
+    ] = None,
+    out: Out = RUNS,
+    tracking_uri: Uri = None,
+) -> None:
+    """Write one self-contained HTML page about finished runs or a study; a study's MLflow run gets it as an artifact."""
+    from crossfed.platform.checkpoint import writing
+    from crossfed.platform.report.overview import overview
+    from crossfed.platform.report.sources import gather, study_folder
+    from crossfed.platform.tracking import add_artifact
+
+    studies = [folder for name in runs if (folder := study_folder(name, out)) is not None]
+    file = to or (studies[0] if studies else out / "analyses") / "report.html"
+    with gather(runs, out, tracking_uri) as finished:
+        text = overview(finished, metric or (), against or (), [_searched(folder) for folder in studies]).html()
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    typer.echo(f"{file}")
+    for folder in studies:
+        typer.echo(f"tracking   {add_artifact(folder, file)}")
+
+
+def _searched(folder: Path) -> Section:
+    """How a study came to its winner. The rooms that search are found by name: the platform does not import them."""
+    import importlib
+
+    from crossfed.platform.report.page import Section
+
+    study = importlib.import_module("crossfed.tuning.study").Study.open(folder).optuna
+    text, grids = importlib.import_module("crossfed.tuning.report").told(study)
+    pictures = sorted(path for path in (folder / "figures").glob("*.png") if not path.stem.startswith("slice_"))
+    return Section(f"Search {folder.name}", tuple(text), tuple(grids), tuple((path.stem, path) for path in pictures))
 
 
 def figures(

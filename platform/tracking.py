@@ -462,10 +462,10 @@ def add_artifact(run_dir: Path, path: Path, folder: str | None = None) -> str:
     Args:
         run_dir: the directory of the run or study. path: the file. folder: where among the artifacts.
     """
-    state = _State.read(run_dir)
-    if state is None or state.run_id is None:
-        return f"{run_dir.name} is not recorded in MLflow"
     try:
+        state = _State.read(run_dir)
+        if state is None or state.run_id is None:
+            return f"{run_dir.name} is not recorded in MLflow"
         uri = resolve_uri(TrackingSettings(uri=None if "***@" in state.uri else state.uri), run_dir.parent)
         with reading(uri) as client:
             client.log_artifact(state.run_id, str(path), folder)

@@ -73,7 +73,7 @@ def make_run(
         "config_hash": config.hash(),
         "domains": domains,
         "bytes": {"up": dict.fromkeys(values, 0), "down": dict.fromkeys(values, 0)},
-        "privacy": {"note": "", "domains": {}},
+        "privacy": {"note": "", "unit": "", "domains": {}, "stopped_by_budget": {}, "sent_as_it_is": []},
         "seconds": {"total": 12.0, "encode": 1.0, "rounds": 10.0, "final": 1.0},
         "backend": "inprocess",
         "placement": {name: {"host": "here", "pid": 1, "device": "cpu"} for name in values},

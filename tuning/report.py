@@ -20,6 +20,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from crossfed.platform.progress import number, span
+from crossfed.platform.report.tables import Cell, Grid
+from crossfed.platform.report.tables import Column as GridColumn
 from crossfed.platform.seam import CrossfedError
 from crossfed.tuning.facts import STATUSES, Importance, StudyFacts, TrialFacts, importance, setting, value_text, wrapped
 
@@ -86,6 +88,19 @@ class Table:
         for row in self.rows:
             writer.writerow(["" if row[i] is None else row[i] for i in kept])
         return buffer.getvalue()
+
+    def grid(self) -> Grid:
+        """The table for a page."""
+        shown = self._for_people()
+        return Grid(
+            title=self.title,
+            columns=tuple(GridColumn(self.columns[i].name, right=self.columns[i].right) for i in shown),
+            rows=tuple(
+                tuple(Cell(self._cell(row, i), best=index in self.best) for i in shown)
+                for index, row in enumerate(self.rows)
+            ),
+            caption=self.caption,
+        )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         """In a terminal: as many columns as fit, and which were left out."""
@@ -467,6 +482,17 @@ def show(study: optuna.Study) -> RenderableType:
     parts += [Text(line) for line in (*_reasons(facts), *_best_lines(facts))]
     parts += [table for table in (_pareto_table(facts), _importance_table(importance(facts))) if table is not None]
     return Group(*parts)
+
+
+def told(study: optuna.Study) -> tuple[list[str], list[Grid]]:
+    """The whole study for a page: the best and what failed in words, then the tables."""
+    facts = StudyFacts.of(study)
+    about = f"{facts.method} on {facts.data}, {facts.protocol}, validation {facts.metric}; {facts.counts}; {facts.spared}."
+    if not facts.trials:
+        return [about], []
+    tables = (_trials_table(facts), _pareto_table(facts), _importance_table(importance(facts)))
+    lines = [about, *(line.strip() for line in (*_best_lines(facts), *_reasons(facts)))]
+    return lines, [table.grid() for table in tables if table is not None]
 
 
 def markdown(study: optuna.Study) -> str:

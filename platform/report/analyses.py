@@ -20,7 +20,8 @@ from matplotlib.patches import Patch
 from crossfed.platform.checkpoint import writing
 from crossfed.platform.discovery import find_method, nearest
 from crossfed.platform.evaluation.cohorts import BOUNDS, NAMES, by_activity
-from crossfed.platform.report.compare import Compared, comparison, grouped, per_user
+from crossfed.platform.report.compare import grouped, per_user
+from crossfed.platform.report.comparison import Compared, comparison
 from crossfed.platform.report.figures import COLOURS, GREY, MARKERS, below, panels, save, styles
 from crossfed.platform.report.sources import Finished, check_comparable, relabelled
 from crossfed.platform.report.tables import ABSENT, Column, Grid, pretty, spread

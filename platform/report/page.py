@@ -21,13 +21,15 @@ class Section:
 
     Attributes:
         text: paragraphs before the tables; what stands between backticks is code.
-        grids: its tables. pictures: name -> figure, after the tables.
+        grids: its tables. pictures: name -> figure, or a PNG file, after the tables.
+        details: summary -> text to unfold, as it is; at the end.
     """
 
     title: str
     text: tuple[str, ...] = ()
     grids: tuple[Grid, ...] = ()
-    pictures: tuple[tuple[str, Figure], ...] = ()
+    pictures: tuple[tuple[str, Figure | Path], ...] = ()
+    details: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class Page:
             for grid in section.grids:
                 parts += [f"### {grid.title}", grid.markdown().rstrip("\n")]
             parts += [f"![{name}](figures/{name}.png)" for name, _ in section.pictures]
+            parts += [f"### {name}\n\n```text\n{text.rstrip()}\n```" for name, text in section.details]
         return "\n\n".join(parts) + "\n"
 
     def html(self) -> str:
@@ -67,17 +70,26 @@ def write(page: Page, base: Path) -> tuple[Path, Path]:
     with writing(base.parent):
         for section in page.sections:
             for name, figure in section.pictures:
-                figures.save(figure, base.parent / "figures" / f"{name}.png")
+                target = base.parent / "figures" / f"{name}.png"
+                if isinstance(figure, Figure):
+                    figures.save(figure, target)
+                elif figure != target:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(figure.read_bytes())
         files[0].write_text(page.markdown(), encoding="utf-8")
         files[1].write_text(page.html(), encoding="utf-8")
     return files
 
 
-def _inline(figure: Figure) -> str:
+def _inline(figure: Figure | Path) -> str:
     """A figure as a data URI."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    if isinstance(figure, Path):
+        picture = figure.read_bytes()
+    else:
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+        picture = buffer.getvalue()
+    return f"data:image/png;base64,{base64.b64encode(picture).decode()}"
 
 
 _ENVIRONMENT = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -98,7 +110,8 @@ th, td { padding: .3rem .7rem; text-align: left; vertical-align: top; border-bot
 thead th { border-bottom: 1.5px solid #1a1a1a; } tfoot td { border-top: 1.5px solid #1a1a1a; }
 thead th.group { text-align: center; } body { padding: 0 1rem; }
 .right { text-align: right; white-space: nowrap; } caption, .caption { color: #555; font-size: .875rem; max-width: 50rem; }
-img { max-width: 100%; height: auto; }
+figure { margin: 1.5rem 0; } img { max-width: 100%; height: auto; } summary { cursor: pointer; }
+pre { background: #f2f2f2; padding: .75rem; overflow-x: auto; font-size: .8125rem; line-height: 1.35; }
 </style>
 </head>
 <body>
@@ -143,10 +156,13 @@ img { max-width: 100%; height: auto; }
 {% endif %}
 </table>
 </div>
-<p class="caption">{{ grid.caption }}</p>
+<p class="caption">{{ prose(grid.caption) }}</p>
 {% endfor %}
 {% for name, figure in section.pictures %}
-<p><img src="{{ figure | inline }}" alt="{{ name }}"></p>
+<figure><img src="{{ figure | inline }}" alt="{{ name }}"></figure>
+{% endfor %}
+{% for name, text in section.details %}
+<details><summary>{{ name }}</summary><pre>{{ text }}</pre></details>
 {% endfor %}
 </section>
 {% endfor %}

@@ -91,7 +91,7 @@ def gather(names: Sequence[str], out: Path, uri: str | None = None) -> Iterator[
         for name in names:
             if name.startswith(QUERY):
                 found += search(name.removeprefix(QUERY), out, uri, Path(copies))
-            elif (study := _study(name, out)) is not None:
+            elif (study := study_folder(name, out)) is not None:
                 found += [(path, f"{study.name}/{path.name}", study.name) for path in final_runs(study)]
             else:
                 path = find_run(name, out)
@@ -262,7 +262,7 @@ def candidates(result: Mapping[str, Any], domain: str, split: str) -> str:
 # -- studies -----------------------------------------------------------------------------------------------------
 
 
-def _study(name: str, out: Path) -> Path | None:
+def study_folder(name: str, out: Path) -> Path | None:
     """The folder of a study given by path or by its name below `out`."""
     return next((path for path in (Path(name), out / name) if (path / STUDY).is_file()), None)
 

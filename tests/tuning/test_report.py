@@ -751,6 +751,15 @@ def test_show_tells_all() -> None:
     ]  # fmt: skip
 
 
+def test_the_study_for_a_page() -> None:
+    lines, grids = report.told(small())
+    assert lines[0].startswith("fedcgr on ") and "Trial 3 failed: loss | is NaN" in lines
+    assert [grid.title for grid in grids] == ["Trials", "Importance"]
+    assert grids[0].markdown() == report.trials_table(small()).markdown()
+    assert [row[0].text for row in grids[0].rows if row[0].best] == ["2"]  # type: ignore[union-attr]
+    assert len(report.told(two(FRONT))[1]) == 3
+
+
 def test_the_budget_table() -> None:
     """Mean of 0.1, 0.2, 0.3 is 0.2, deviation √((0.01 + 0 + 0.01) / 2) = 0.1; rounds 10 · 3 + 3 · 2 + 4 = 40; 7 · 4 s CPU."""
     one = report.Spent.of(small(), [0.1, 0.2, 0.3])

@@ -16,7 +16,7 @@ from statsmodels.stats.weightstats import DescrStatsW
 
 from crossfed.platform import checkpoint
 from crossfed.platform.report import analyses, courses, maps, settings
-from crossfed.platform.report.compare import comparison
+from crossfed.platform.report.comparison import comparison
 from crossfed.platform.report.sources import Finished, load_runs
 from crossfed.platform.seam import CrossfedError
 from made_runs import make_run, users

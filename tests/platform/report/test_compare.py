@@ -15,7 +15,8 @@ from scipy import stats
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import DescrStatsW
 
-from crossfed.platform.report.compare import baselines_of, comparison, default_metrics
+from crossfed.platform.report.compare import baselines_of, default_metrics
+from crossfed.platform.report.comparison import comparison
 from crossfed.platform.report.sources import Finished, load_runs
 from crossfed.platform.seam import CrossfedError
 from made_runs import make_run, users
@@ -159,8 +160,8 @@ def test_baselines(made: list[Finished]) -> None:
 
 def test_only_the_test_split_is_tested(made: list[Finished]) -> None:
     found = comparison(made, METRICS, split="validation")
-    assert found.tests is None and not found.effects and "†" not in found.table.caption
-    assert comparison(made[:3]).tests is None  # one row: nothing to test
+    assert found.tests == () and not found.effects and "†" not in found.table.caption
+    assert comparison(made[:3]).tests == ()  # one row: nothing to test
 
 
 def test_pooled_rows_are_not_ranked(tmp_path: Path) -> None:
