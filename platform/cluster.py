@@ -76,7 +76,7 @@ def connect(resources: Resources) -> bool:
         AuthenticationTokenLoader.instance().reset_cache()  # an attempt to join may have found none
     try:
         with _no_address(), _loopback(), _terminable():
-            ray.init(include_dashboard=False, **quiet)
+            ray.init(address="local", include_dashboard=False, **quiet)  # without it, what `ray start` left is joined
     except Exception as error:  # Ray raises nothing narrower where its processes do not come up in time
         reason = str(error).splitlines()[0]
         raise CrossfedError(

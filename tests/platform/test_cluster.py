@@ -216,6 +216,15 @@ def test_a_local_cluster_that_does_not_come_up_is_one_sentence(monkeypatch: pyte
         connect(Resources())
 
 
+def test_a_local_cluster_is_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an address Ray would join whatever `ray start` left on this machine."""
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", lambda **given: asked.append(given))
+    connect(Resources())
+    assert asked[0]["address"] == "local"
+
+
 def test_a_gpu_asked_for_where_there_is_none() -> None:
     import torch
 

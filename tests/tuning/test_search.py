@@ -201,7 +201,7 @@ from crossfed.tuning.search import start
 from crossfed.tuning.study import Search
 
 shops, out = sys.argv[1:]
-ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
+ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
 sets = ["rounds=4", "resources.cpus_per_domain=1", "resources.cpus_server=1", "resources.gpus_per_domain=0.5"]
 values = {"data": shops, "out": out, "tracking.enabled": False, "backend": "ray", "resources.device": "cpu"}
 config = build("toys:AVERAGE", sets=sets, values=values)
