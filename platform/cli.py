@@ -221,6 +221,8 @@ def methods(name: Annotated[str | None, typer.Argument(help="Show one method wit
         for key, info in method.Config.model_fields.items():
             table.add_row(key, str(defaults.get(key, info.default)), info.description or "")
         console.print(table)
+        if local := shipped.get("local"):
+            console.print(f"  local variant: {local.get('method', name)}", markup=False, highlight=False)
         if search := shipped.get("search"):
             console.print(
                 "  searched: " + "; ".join(f"{key} {_range(value)}" for key, value in search.items()),
