@@ -36,7 +36,7 @@ class About:
     """What a figure is about; printed under its title.
 
     Args:
-        method: the method's name, with its preset.
+        method: the method's name, with its preset and the control it ran under.
         data: name of the data; must say so where it is synthetic.
         protocol: split and candidates.
         seed: the run's seed, or several.
@@ -50,11 +50,12 @@ class About:
     @classmethod
     def of(cls, result: Mapping[str, Any]) -> About:
         """From a run's `result.json`."""
-        preset = result.get("preset")
+        control = result.get("control", "none")
+        told = [part for part in (result.get("preset"), "" if control == "none" else f"control {control}") if part]
         synthetic = "synthetic " if result["data"]["synthetic"] else ""
         name = result["data"]["name"]
         return cls(
-            result["method"] + (f" ({preset})" if preset else ""),
+            result["method"] + (f" ({', '.join(told)})" if told else ""),
             name if name.startswith("synthetic") else f"{synthetic}{name}",
             result["protocol"],
             str(result["seed"]),

@@ -13,6 +13,7 @@ import pytest
 from crossfed.platform.config import RunConfig, build
 from crossfed.platform.controls import CONTROLS, Delivery, noise, shuffle
 from crossfed.platform.evaluation.final import test_once as final_test
+from crossfed.platform.report import figures
 from crossfed.platform.report.compare import grouped
 from crossfed.platform.report.sources import load_runs
 from crossfed.platform.run import RunResult, run_federation, stored_config
@@ -238,6 +239,16 @@ def test_the_hash_of_an_honest_run_is_what_it_was_and_each_control_has_its_own(d
     hashes = {config("toys:AVERAGE", data, tmp_path, f"control={c}").hash() for c in ("none", *CONTROLS)}
     assert len(hashes) == 4 and config("toys:AVERAGE", data, tmp_path).hash() in hashes
     assert RunConfig(method="toys:AVERAGE").hash() == "a9f81738bd3d"
+
+
+def test_a_figure_of_a_controlled_run_says_so() -> None:
+    result = {"method": "m", "preset": "p", "data": {"name": "d", "synthetic": False}, "protocol": "x", "seed": 1}
+    assert figures.About.of({**result, "control": "noise"}).line() == "m (p, control noise) · d · x · seed 1"
+    assert (
+        figures.About.of({**result, "control": "none"}).line()
+        == figures.About.of(result).line()
+        == "m (p) · d · x · seed 1"
+    )
 
 
 def test_an_unknown_control_and_a_local_method_are_refused(data: Path, tmp_path: Path) -> None:
