@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import re
+import signal
+from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -78,7 +81,10 @@ PrunerOption = Annotated[
     ),
 ]
 Grace = Annotated[int | None, typer.Option(help="Rounds before which nothing is stopped; by default past stage one.")]
-Reduction = Annotated[int, typer.Option(help="asha: one trial in so many goes on at each rung.")]
+Reduction = Annotated[
+    int | None,
+    typer.Option(help="asha: one trial in so many goes on at each rung.  [default: 2]", show_default=False),
+]
 Changes = Annotated[
     list[str] | None,
     typer.Option("--search", help="Change the space: K=[10,20], 'lr={low: 1e-4, high: 1e-2, log: true}', alpha=null."),
@@ -90,8 +96,14 @@ Preset = Annotated[str | None, typer.Option(help="One of the method's presets, f
 Sets = Annotated[
     list[str] | None, typer.Option("--set", help="key=value for all trials, as in `crossfed run`. Repeatable.")
 ]
-Seed = Annotated[int, typer.Option(help="Seed of the trials' runs and of the sampler.")]
-OutOption = Annotated[Path, typer.Option(help="Folder of run directories; the study gets one in it.")]
+Seed = Annotated[
+    int | None, typer.Option(help="Seed of the trials' runs and of the sampler.  [default: 0]", show_default=False)
+]
+NewOut = Annotated[
+    Path | None,
+    typer.Option(help="Folder of run directories; the study gets one in it.  [default: runs]", show_default=False),
+]
+OutOption = Annotated[Path, typer.Option(help="Folder of run directories, with the study's in it.")]
 Address = Annotated[str | None, typer.Option(help="A running Ray cluster to join; without it a local one starts.")]
 Uri = Annotated[
     str | None, typer.Option(help="MLflow server or sqlite:/// URI; by default a database beside the runs.")
@@ -114,7 +126,12 @@ class Shown(StrEnum):
     quiet = "quiet"
 
 
-Backend = Annotated[Place, typer.Option(help="Nodes of a trial as Ray actors, or all in the trial's process.")]
+Backend = Annotated[
+    Place | None,
+    typer.Option(
+        help="Nodes of a trial as Ray actors, or all in the trial's process.  [default: ray]", show_default=False
+    ),
+]
 View = Annotated[Shown, typer.Option(help="How progress is shown.")]
 
 
@@ -148,9 +165,9 @@ def _base(
     sets: list[str] | None,
     data: Path | None,
     domains: str | None,
-    seed: int,
-    out: Path,
-    backend: Place,
+    seed: int | None,
+    out: Path | None,
+    backend: Place | None,
     address: str | None,
     uri: str | None,
     require: bool,
@@ -166,7 +183,7 @@ def _base(
             "domains": tuple(name.strip() for name in domains.split(",")) if domains is not None else None,
             "seed": seed,
             "out": out,
-            "backend": backend.value,
+            "backend": backend.value if backend else None,
             "resources.address": address,
             "tracking.uri": uri,
             "tracking.require": require or None,
@@ -179,13 +196,16 @@ def _settings(**given: Any) -> Any:
     from pydantic import ValidationError
 
     try:
-        return _study().Search(**given)
+        return _study().Search(**{key: value for key, value in given.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "search"
         message = first["msg"].removeprefix("Value error, ").rstrip(".")
-        shown = f" = {first['input']!r}" if first["loc"] else ""
-        raise CrossfedError(f"{key}{shown} is not possible: {message[0].lower()}{message[1:]}.") from None
+        if not first["loc"]:
+            raise CrossfedError(f"{message[0].upper()}{message[1:]}.") from None
+        key = str(first["loc"][0])
+        option = "--" + {"name": "study", "objectives": "objective"}.get(key, key).replace("_", "-")
+        value = ", ".join(first["input"]) if isinstance(first["input"], tuple) else first["input"]
+        raise CrossfedError(f"{option} {value!r} is not possible: {message[0].lower()}{message[1:]}.") from None
 
 
 def _console() -> Console:
@@ -218,12 +238,26 @@ def _finals(summary: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _run(call: Any, name: str) -> Any:
+def _run(call: Any, hint: Callable[[], str]) -> Any:
+    """What `call` gives; Ctrl-C and SIGTERM end it with a hint at how to go on."""
+
+    def end(_signal: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         return call()
     except KeyboardInterrupt:
-        typer.echo(f"Interrupted. What was committed stays: crossfed tune resume {name}", err=True)
+        typer.echo(f"Interrupted. {hint()}", err=True)
         raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _kept(folder: Path) -> str:
+    """How to go on with a study that was interrupted."""
+    known = (folder / _study().STUDY).is_file()
+    return f"What was committed stays: crossfed tune resume {folder}" if known else "The study had not begun."
 
 
 @tune_app.command("start")
@@ -243,14 +277,14 @@ def start(
     sampler: SamplerOption = Sampler.tpe,
     pruner: PrunerOption = None,
     grace: Grace = None,
-    reduction: Reduction = 2,
+    reduction: Reduction = None,
     changes: Changes = None,
     space: Space = None,
     retries: Retries = 1,
     storage: Storage = None,
-    seed: Seed = 0,
-    out: OutOption = Path("runs"),
-    backend: Backend = Place.ray,
+    seed: Seed = None,
+    out: NewOut = None,
+    backend: Backend = None,
     address: Address = None,
     tracking_uri: Uri = None,
     require_tracking: Require = False,
@@ -275,12 +309,13 @@ def start(
         time_budget=_seconds(time_budget),
         seeds=seeds,
         retries=retries,
-        seed=seed,
+        seed=base.seed,
         storage=storage,
         changes=spaces.changes(space, changes or []),
     )
     view = _view(progress)
-    _told(_run(lambda: _search().start(search, base, finish=test_once, view=view), name), progress is Shown.quiet)
+    found = _run(lambda: _search().start(search, base, finish=test_once, view=view), lambda: _kept(base.out / name))
+    _told(found, progress is Shown.quiet)
 
 
 def _default_name(base: RunConfig) -> str:
@@ -294,9 +329,13 @@ def resume(name: Name, out: OutOption = Path("runs"), progress: View = Shown.pla
     """Go on with an interrupted study: its running trials from their last committed round, then the rest."""
     from crossfed.platform.evaluation.final import test_once
 
-    study = _study().Study.open(_study().find_study(name, out))
-    view = _view(progress)
-    _told(_run(lambda: _search().go_on(study, finish=test_once, view=view), name), progress is Shown.quiet)
+    _go_on(name, out, progress, finish=test_once)
+
+
+def _go_on(name: str, out: Path, progress: Shown, **how: Any) -> None:
+    folder, view = _study().find_study(name, out), _view(progress)
+    study = _study().Study.open(folder)
+    _told(_run(lambda: _search().go_on(study, view=view, **how), lambda: _kept(folder)), progress is Shown.quiet)
 
 
 @tune_app.command("extend")
@@ -309,11 +348,7 @@ def extend(
     """Add trials to a study; the sampler knows all earlier ones."""
     from crossfed.platform.evaluation.final import test_once
 
-    study = _study().Study.open(_study().find_study(name, out))
-    view = _view(progress)
-    with study.locked():
-        study.extend(trials)
-    _told(_run(lambda: _search().go_on(study, finish=test_once, view=view), name), progress is Shown.quiet)
+    _go_on(name, out, progress, finish=test_once, more=trials)
 
 
 @tune_app.command("show")
@@ -325,7 +360,11 @@ def show(name: Name, out: OutOption = Path("runs")) -> None:
     _console().print(importlib.import_module("crossfed.tuning.report").show(study.optuna))
     summary = study.folder / "study.json"
     if summary.is_file():
-        for line in _finals(read_json(summary)):
+        try:
+            lines = _finals(read_json(summary))
+        except (CrossfedError, KeyError, TypeError, AttributeError):
+            raise CrossfedError(f"{summary} is damaged; crossfed tune resume {study.folder} writes it again.") from None
+        for line in lines:
             typer.echo(line)
 
 
@@ -345,11 +384,11 @@ def tune_all(
     seeds: Seeds = 3,
     sampler: SamplerOption = Sampler.tpe,
     pruner: PrunerOption = None,
-    reduction: Reduction = 2,
+    reduction: Reduction = None,
     retries: Retries = 1,
-    seed: Seed = 0,
-    out: OutOption = Path("runs"),
-    backend: Backend = Place.ray,
+    seed: Seed = None,
+    out: NewOut = None,
+    backend: Backend = None,
     address: Address = None,
     tracking_uri: Uri = None,
     require_tracking: Require = False,
@@ -378,13 +417,13 @@ def tune_all(
             time_budget=_seconds(time_budget),
             seeds=seeds,
             retries=retries,
-            seed=seed,
+            seed=base.seed,
         )
         asked[method] = (search, base)
-    view = _view(progress)
+    view, folder = _view(progress), base.out / shared
     table = _run(
-        lambda: _search().tune_all(asked, out / shared, finish=test_once, view=view),
-        f"{shared}-METHOD, or the command again",
+        lambda: _search().tune_all(asked, folder, finish=test_once, view=view),
+        lambda: f"What was committed stays: the same command with --study {shared} goes on.",
     )
     _console().print(table)
-    typer.echo(f"{out / shared / 'budget.md'}")
+    typer.echo(f"{folder / 'budget.md'}")

@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import ray
+from optuna.trial import TrialState
 from pydantic import ValidationError
 from ray import tune
 from ray.tune.experiment import Trial
@@ -41,10 +42,11 @@ from crossfed.platform.seam import CrossfedError
 from crossfed.platform.tracking import Tracker
 from crossfed.tuning import report
 from crossfed.tuning.figures import save_figures
-from crossfed.tuning.study import QUALITY, Search, Study, quality, total_rounds
+from crossfed.tuning.study import QUALITY, STUDY, Search, Study, differences, quality, total_rounds
 from crossfed.tuning.trial import STOPPED, FederationTrial
 
 SUMMARY = "study.json"
+TIME_IS_UP = "time budget"
 
 # read by Tune when a search starts
 _TUNE = {
@@ -151,6 +153,7 @@ class Desk:
     latest: dict[int, dict[str, Any]] = field(default_factory=dict)
     pruned: set[int] = field(default_factory=set)
     deadline: float | None = None
+    since: float = 0.0
 
     def next(self) -> dict[str, Any] | None:
         """The next trial's Tune configuration."""
@@ -208,6 +211,7 @@ class Desk:
         index = trial.config["number"]
         if index not in self.study.active:
             return
+        self.spend()
         if result.get("failed"):
             self._failed(index, str(result["failed"]))
         elif index in self.pruned:
@@ -216,11 +220,21 @@ class Desk:
             self._tell(index, trial, "pruned", facts)
         elif result.get("over"):
             facts = json.loads(result["facts"])
-            self.study.finish(index, {**facts, "run_id": self._run_id(index)})
+            try:
+                self.study.finish(index, {**facts, "run_id": self._run_id(index)})
+            except CrossfedError as error:
+                self._failed(index, str(error))
+                return
             self._tell(index, trial, "finished", facts)
             best = self.study.best()
             if best is not None:
                 self.parent.log({"best_value": best.values[0]}, sum(t.state.is_finished() for t in self.study.trials()))
+
+    def spend(self) -> None:
+        """Count the time since the last call against the study's budget."""
+        now = time.monotonic()
+        self.study.spend(now - self.since)
+        self.since = now
 
     def lost(self, trial: Trial, reason: str) -> None:
         """A trial failed for good: its process died more often than it may."""
@@ -255,11 +269,14 @@ class Desk:
         )
 
     def stopped(self) -> None:
-        """Everything was stopped: mark what was still running."""
-        for index in list(self.study.active):
+        """Everything was stopped: mark what was still running, here or when an earlier process ended."""
+        self.spend()
+        over = self.halt == TIME_IS_UP
+        left = [trial.number for trial in self.study.trials(TrialState.RUNNING)] if over else list(self.study.active)
+        for index in left:
             reason = self.halt or "the search ended"
             tracking.close(self._settings(), self.study.folder_of(index), "KILLED", reason, "killed")
-            if self.halt == "time budget":
+            if over:
                 self.study.drop(index, reason)
                 self.say(f"trial {index}  killed: {reason}")
 
@@ -392,7 +409,7 @@ class _Halt(_Unsaved, tune.Stopper):  # type: ignore[misc]
     def stop_all(self) -> bool:
         desk = self.desk
         if desk.halt is None and desk.deadline is not None and time.monotonic() > desk.deadline:
-            desk.halt = "time budget"
+            desk.halt = TIME_IS_UP
         return desk.halt is not None
 
 
@@ -413,25 +430,32 @@ def _cause(trial: Trial) -> str:
     return lines[-1] if "ray::" in lines[0] else lines[0]
 
 
-@contextlib.contextmanager
-def _interruptible(desk: Desk, warn: Callable[[str], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the search between two rounds; a second one at once."""
+class _Interruptible:
+    """Ctrl-C and SIGTERM end a search between two rounds, and at once where none goes on or when they come again.
 
-    def halt(_signal: int, _frame: FrameType | None) -> None:
-        if desk.halt is not None:
-            raise KeyboardInterrupt
-        desk.halt = "interrupted"
-        warn("Interrupted: running trials end after their round; once more ends them now.")
+    Attributes:
+        desk: of the search that goes on.
+    """
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {which: signal.signal(which, halt) for which in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for which, handler in before.items():
+    def __init__(self, warn: Callable[[str], None]):
+        self.warn = warn
+        self.desk: Desk | None = None
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self.before = {which: signal.signal(which, self._halt) for which in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for which, handler in self.before.items():
             signal.signal(which, handler)
+
+    def _halt(self, _signal: int, _frame: FrameType | None) -> None:
+        if self.desk is None or self.desk.halt is not None:
+            raise KeyboardInterrupt
+        self.desk.halt = "interrupted"
+        self.warn("Interrupted: running trials end after their round; once more ends them now.")
 
 
 @contextlib.contextmanager
@@ -448,10 +472,11 @@ def _quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
-def _fit(desk: Desk, count: int, artifacts: Artifacts, finish: Finish | None, warn: Callable[[str], None]) -> None:
+def _fit(desk: Desk, count: int, artifacts: Artifacts, finish: Finish | None, signals: _Interruptible) -> None:
     """Run up to `count` trials from a desk.
 
     Raises:
+        CrossfedError: the study's storage or disk took no more.
         KeyboardInterrupt: the user ended it; what was committed stays.
     """
     placed, folder = desk.slots, desk.study.folder
@@ -477,9 +502,13 @@ def _fit(desk: Desk, count: int, artifacts: Artifacts, finish: Finish | None, wa
             verbose=0,
         ),
     )
-    with _interruptible(desk, warn), _quiet():
-        tuner.fit()
-    desk.stopped()
+    try:
+        with _quiet():
+            signals.desk = desk
+            tuner.fit()
+    finally:
+        signals.desk = None
+        desk.stopped()
     shutil.rmtree(folder / ".tune", ignore_errors=True)  # Tune's own state, which nothing here reads
     if desk.halt == "interrupted":
         raise KeyboardInterrupt
@@ -500,6 +529,16 @@ def start(search: Search, base: RunConfig, *, finish: Finish | None = None, view
         CrossfedError: the study exists, cannot be placed, or no trial finished.
         KeyboardInterrupt: the user ended it; `resume` goes on.
     """
+    full, data = check(search, base)
+    return go_on(Study.create(search, full, data.path.name, data.fingerprint), finish=finish, view=view)
+
+
+def check(search: Search, base: RunConfig) -> tuple[RunConfig, PreparedData]:
+    """The run that all trials of a new study share, its paths in full, and its data.
+
+    Raises:
+        CrossfedError: the data, the space, or an objective is not there.
+    """
     data = PreparedData.open(resolve_data(base))
     domains = chosen_domains(base, data)
     for name in search.objectives:
@@ -509,12 +548,16 @@ def start(search: Search, base: RunConfig, *, finish: Finish | None = None, view
         raise CrossfedError(
             f"The objective epsilon needs a method that perturbs what it sends; {base.method} does not."
         )
+    Study.check(search, base)
     full = base.model_copy(update={"data": base.data and data.path.absolute(), "out": base.out.absolute()})
-    return go_on(Study.create(search, full, data.path.name), finish=finish, view=view)
+    return full, data
 
 
-def go_on(study: Study, *, finish: Finish | None = None, view: Progress | None = None) -> Found:
+def go_on(study: Study, *, more: int = 0, finish: Finish | None = None, view: Progress | None = None) -> Found:
     """Run what is left of a study: trials, then the winner's final runs, then the figures.
+
+    Args:
+        more: trials to add first. finish, view: as `start`.
 
     Raises: as `start`.
     """
@@ -524,39 +567,63 @@ def go_on(study: Study, *, finish: Finish | None = None, view: Progress | None =
     data = PreparedData.open(resolve_data(base))
     domains = chosen_domains(base, data)
     data.verify()
+    before = study.optuna.user_attrs.get("data_fingerprint", data.fingerprint)
+    if before != data.fingerprint:
+        raise CrossfedError(
+            f"The study {search.name} was started on data {before[:12]}, but {data.path} is now {data.fingerprint[:12]}; "
+            "restore that data or start another study."
+        )
     began = time.monotonic()
     with study.locked(), view:
         joined = cluster.connect(base.resources)
         try:
-            nodes = Plan(base, data.path, domains, study.folder, study.folder).nodes
-            placed = slots(base, nodes, search.concurrent, ray.nodes())  # type: ignore[no-untyped-call]
-            _announce(view, study, placed, data, domains)
-            artifacts = make_artifacts(base, view)
-            parent = _parent(study, view)
-            desk = Desk(study, placed, parent, view.note, _uri(study))
-            try:
-                if (left := study.left()) > 0:
-                    desk.deadline = began + search.time_budget if search.time_budget else None
-                    _fit(desk, left, artifacts, None, view.warn)
-                summary = _finals(study, placed, parent, artifacts, finish, view)
-            except BaseException as error:
-                killed = isinstance(error, KeyboardInterrupt)
-                parent.finish("KILLED" if killed else "FAILED", "interrupted" if killed else str(error))
-                raise
-            _record(study, parent, summary)
-            parent.finish("FINISHED")
-            view.note(f"tracking   {parent.status}" + (f": {parent.url}" if parent.url else ""))
+            with _Interruptible(view.warn) as signals:
+                nodes = Plan(base, data.path, domains, study.folder, study.folder).nodes
+                placed = slots(base, nodes, search.concurrent, ray.nodes())  # type: ignore[no-untyped-call]
+                if more:
+                    study.extend(more)
+                _announce(view, study, placed, data, domains)
+                artifacts = make_artifacts(base, view)
+                parent = _parent(study, view)
+                try:
+                    _search(Desk(study, placed, parent, view.note, _uri(study), since=began), artifacts, signals)
+                    summary = _finals(study, placed, parent, artifacts, finish, view, signals)
+                    _record(study, parent, summary)
+                except BaseException as error:
+                    killed = isinstance(error, KeyboardInterrupt)
+                    parent.finish("KILLED" if killed else "FAILED", "interrupted" if killed else str(error))
+                    raise
+                parent.finish("FINISHED")
+                view.note(f"tracking   {parent.status}" + (f": {parent.url}" if parent.url else ""))
         finally:
             if joined:
                 ray.shutdown()
     return Found(study, summary)
 
 
+def _search(desk: Desk, artifacts: Artifacts, signals: _Interruptible) -> None:
+    """Run the trials that are left, within the time that is left."""
+    study = desk.study
+    if (left := study.left()) > 0:
+        seconds = study.seconds_left()
+        if seconds > 0:
+            desk.deadline = desk.since + seconds
+            _fit(desk, left, artifacts, None, signals)
+        else:
+            desk.halt = TIME_IS_UP
+            desk.stopped()
+    if study.search.sampler == "grid" and desk.halt is None and study.left():
+        desk.say(f"grid       all {study.begun()} points were tried; --trials asked for {study.search.trials}")
+
+
 def _announce(view: Progress, study: Study, placed: Slots, data: PreparedData, domains: Sequence[str]) -> None:
     search, base = study.search, study.base
     begun = study.begun()
     kind = "synthetic " if data.synthetic else ""
-    rule = f"{search.pruner}, not before round {study.grace}" if search.pruner != "none" else "none"
+    rule = "none"
+    if search.pruner != "none":
+        rule = f"{search.pruner}, not before round {study.grace}"
+        rule += f" and so never, as no trial has more than {study.max_rounds}" * (study.grace >= study.max_rounds)
     view.start(
         f"Study {search.name}: {base.resolved.title}",
         [
@@ -616,7 +683,13 @@ def _parent(study: Study, view: Progress) -> Tracker:
 
 
 def _finals(
-    study: Study, placed: Slots, parent: Tracker, artifacts: Artifacts, finish: Finish | None, view: Progress
+    study: Study,
+    placed: Slots,
+    parent: Tracker,
+    artifacts: Artifacts,
+    finish: Finish | None,
+    view: Progress,
+    signals: _Interruptible,
 ) -> dict[str, Any]:
     """Run the winner in full for every seed that was not yet, and sum the study up."""
     winner = study.best()
@@ -624,7 +697,7 @@ def _finals(
         reasons = [f"trial {t.number}: {t.user_attrs.get('reason', t.state.name.lower())}" for t in study.trials()]
         raise CrossfedError(
             f"No trial of {study.search.name} finished ({'; '.join(reasons[:3]) or 'none was begun'}); "
-            f"see crossfed tune show {study.search.name}."
+            f"see crossfed tune show {study.folder}."
         )
     values = dict(winner.user_attrs["values"])
     seeds = [study.base.seed + index for index in range(study.search.seeds)] if finish else []
@@ -641,9 +714,9 @@ def _finals(
         seeds_told = ", ".join(map(str, todo))
         view.note(f"winner     trial {winner.number}: {_setting(values)}; now in full, seeds {seeds_told}")
         desk = Finals(study, placed, parent, view.note, _uri(study), todo=todo, values=values)
-        _fit(desk, len(todo), artifacts, finish, view.warn)
+        _fit(desk, len(todo), artifacts, finish, signals)
         if desk.problems:
-            raise CrossfedError(f"{desk.problems[0]} Mend it and run crossfed tune resume {study.search.name}.")
+            raise CrossfedError(f"{desk.problems[0].rstrip('.')}. Mend it and run crossfed tune resume {study.folder}.")
     return _summary(study, winner.number, values, seeds)
 
 
@@ -705,15 +778,19 @@ def tune_all(
     Args:
         methods: method -> its search and its run. folder: where `budget.md` and `budget.csv` go.
 
-    Raises: as `start`; a study that exists goes on.
+    Raises: as `start`, before the first trial where it can be known. A study that exists goes on; it must be the same.
     """
     rows = []
     for search, base in methods.values():
+        full, _ = check(search, base)
+        path = full.out / search.name
+        if (path / STUDY).is_file():
+            _same(Study.open(path), search, full)
+    for search, base in methods.values():
         path = base.out.absolute() / search.name
-        exists = (path / "study.yaml").is_file()
         found = (
             go_on(Study.open(path), finish=finish, view=view)
-            if exists
+            if (path / STUDY).is_file()
             else start(search, base, finish=finish, view=view)
         )
         finals = found.summary["finals"]
@@ -726,3 +803,16 @@ def tune_all(
         (folder / "budget.md").write_text(table.markdown() + "\n", encoding="utf-8")
         (folder / "budget.csv").write_text(table.csv(), encoding="utf-8")
     return table
+
+
+def _same(study: Study, search: Search, base: RunConfig) -> None:
+    """Refuse to go on with a study that was started otherwise than is asked for now."""
+    before, now = (
+        {"search": s.model_dump(mode="json"), "run": b.model_dump(mode="json")}
+        for s, b in ((study.search, study.base), (search, base))
+    )
+    for key, old, new in differences(before, now):
+        raise CrossfedError(
+            f"The study {search.name} was started with {key} = {old}, not {new}; ask for the same to go on with it, or choose "
+            "another --study."
+        )

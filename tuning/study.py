@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,13 +19,15 @@ from typing import Any, Literal
 import optuna
 import yaml
 from optuna.trial import FrozenTrial, TrialState
-from pydantic import Field, PositiveInt, ValidationError, field_validator
+from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator
 
-from crossfed.platform.config import RunConfig, Settings
+from crossfed.platform.config import RunConfig, Settings, first_error
 from crossfed.platform.seam import CrossfedError
-from crossfed.tuning.space import Parameter, grid, sample, space, with_first
+from crossfed.platform.tracking import redact
+from crossfed.tuning.space import Parameter, grid, read, sample, space, with_first
 
 STUDY = "study.yaml"
+DATABASE = "optuna.db"
 QUALITY = ("mean", "worst")
 COSTS = ("epsilon", "bytes")
 MULTI = ("tpe", "random", "grid", "nsgaii", "nsgaiii", "gp")
@@ -34,7 +38,7 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)  # a line per trial is prin
 class Search(Settings):
     """How a study searches; the `search:` block of its `study.yaml`."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$", max_length=100, description="the study's name and folder")
+    name: str = Field(description="the study's name and folder")
     trials: PositiveInt = Field(20, description="trials in all, the paper's setting included")
     concurrent: PositiveInt | None = Field(None, description="trials at once; none takes as many as fit")
     objectives: tuple[str, ...] = Field(
@@ -61,6 +65,13 @@ class Search(Settings):
     storage: str | None = Field(None, description="Optuna storage URL; none keeps a SQLite file in the study's folder")
     changes: dict[str, Any] = Field(default_factory=dict, description="changes to the space the method declares")
 
+    @field_validator("name")
+    @classmethod
+    def _folder(cls, value: str) -> str:
+        if not re.fullmatch(r"\w[\w.-]{0,99}", value) or len(value.encode()) > 200:
+            raise ValueError("a name is up to 100 letters, digits, _, - and ., and begins with a letter or digit")
+        return value
+
     @field_validator("objectives")
     @classmethod
     def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -82,6 +93,10 @@ class Search(Settings):
             raise ValueError(
                 f"{self.pruner} stops trials by quality alone and would cut the front's cheap end; use pruner none"
             )
+        if self.grace is not None and self.pruner == "none":
+            raise ValueError("a grace period needs a pruner: none stops nothing")
+        if self.reduction != 2 and self.pruner != "asha":
+            raise ValueError(f"reduction belongs to the pruner asha, not to {self.pruner}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +122,11 @@ def total_rounds(config: RunConfig) -> int:
     return sum(stage.rounds for stage in config.resolved.stages(config.method_config()))
 
 
+def trial_rounds(search: Search, config: RunConfig) -> int:
+    """Rounds of a trial at most."""
+    return min(filter(None, (total_rounds(config), search.max_rounds)))
+
+
 def grace_rounds(search: Search, config: RunConfig) -> int:
     """Rounds that no trial is stopped before: past the first stage where there are several, as its values do not compare."""
     if search.grace is not None:
@@ -115,6 +135,16 @@ def grace_rounds(search: Search, config: RunConfig) -> int:
     if len(rounds) > 1:
         return rounds[0] + 1
     return max(1, -(-sum(rounds) // search.reduction**3))
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted keys whose values differ between two nested mappings, with both values."""
+    for key in dict.fromkeys([*before, *now]):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            yield f"{prefix}{key}", old, new
 
 
 def make_sampler(search: Search, number: int) -> optuna.samplers.BaseSampler:
@@ -175,40 +205,39 @@ class Study:
     Args:
         folder: the study's directory; holds `study.yaml`, the trials' run directories and the figures.
         search, base: how it searches, and the run that all trials share.
+        declared: the searched parameters.
 
     Attributes:
         first: the searched keys' values in the first trial: the paper's, unless the base changed them.
     """
 
-    def __init__(self, folder: Path, search: Search, base: RunConfig, optuna_study: optuna.Study):
+    def __init__(
+        self,
+        folder: Path,
+        search: Search,
+        base: RunConfig,
+        declared: Mapping[str, Parameter],
+        optuna_study: optuna.Study,
+    ):
         self.folder, self.search, self.base, self.optuna = folder, search, base, optuna_study
-        declared = space(base.method, search.changes)
         self.first = {name: base.config[name] for name in declared}
         self.parameters: dict[str, Parameter] = with_first(declared, self.first)
         self.grace = grace_rounds(search, base)
         self.optuna.pruner = make_pruner(search, self.grace)
-        self.max_rounds = min(filter(None, (total_rounds(base), search.max_rounds)))
+        self.max_rounds = trial_rounds(search, base)
         self.active: dict[int, optuna.Trial] = {}
 
     # -- making and opening --------------------------------------------------------------------------------------
 
-    @classmethod
-    def create(cls, search: Search, base: RunConfig, data: str) -> Study:
-        """A new study in `<out>/<name>`.
-
-        Args:
-            data: name of the data set, for the record.
+    @staticmethod
+    def check(search: Search, base: RunConfig) -> dict[str, Parameter]:
+        """The space of a study that shall be made.
 
         Raises:
-            CrossfedError: there is one of that name, nothing is searched, or its folder cannot be made.
+            CrossfedError: nothing is searched, a value of the first trial lies outside its range, a grid has a range, or the
+                grace period covers all rounds.
         """
-        folder = base.out.absolute() / search.name
-        if (folder / STUDY).exists():
-            raise CrossfedError(
-                f"There is a study {search.name} in {base.out} already; crossfed tune resume {search.name} goes on with it, "
-                "and --study gives a new one another name."
-            )
-        declared = space(base.method, search.changes)
+        declared = space(base.method, search.changes, base.config)
         if not declared:
             raise CrossfedError(
                 f"{base.method} declares nothing to search; say what to search, e.g. "
@@ -217,13 +246,39 @@ class Study:
         parameters = with_first(declared, {name: base.config[name] for name in declared})
         if search.sampler == "grid":
             list(grid(parameters, base.config))
+        if search.grace is not None and search.grace >= (most := trial_rounds(search, base)):
+            raise CrossfedError(
+                f"A grace period of {search.grace} rounds leaves nothing to stop: a trial has {most} at most; use a shorter one, "
+                "or the pruner none."
+            )
+        return declared
+
+    @classmethod
+    def create(cls, search: Search, base: RunConfig, data: str, fingerprint: str) -> Study:
+        """A new study in `<out>/<name>`.
+
+        Args:
+            data, fingerprint: name of the data set, and what changes when a value in it does; for the record.
+
+        Raises:
+            CrossfedError: there is one of that name, its folder or storage cannot be made, or as `check`.
+        """
+        folder = base.out.absolute() / search.name
+        if (folder / STUDY).exists():
+            raise CrossfedError(
+                f"There is a study {search.name} in {base.out} already; crossfed tune resume {base.out / search.name} goes on "
+                "with it, and --study gives a new one another name."
+            )
+        declared = cls.check(search, base)
+        if search.storage is not None:
+            search = search.model_copy(update={"storage": _absolute(search.storage)})
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CrossfedError(
-                f"The study's folder {folder} cannot be made: {error.strerror}; choose another --out."
+                f"The study's folder {folder} cannot be made: {error.strerror}; choose another --out or --study."
             ) from error
-        storage = search.storage or f"sqlite:///{folder / 'optuna.db'}"
+        storage = search.storage or f"sqlite:///{folder / DATABASE}"
         directions: list[Literal["minimize", "maximize"]] = [
             "minimize" if name in COSTS else "maximize" for name in search.objectives
         ]
@@ -231,15 +286,16 @@ class Study:
             made = optuna.create_study(storage=storage, study_name=search.name, directions=directions)
         except optuna.exceptions.DuplicatedStudyError:
             raise CrossfedError(
-                f"The storage {storage} holds a study {search.name} already; choose another --study."
+                f"The storage {redact(storage)} holds a study {search.name} already; choose another --study."
             ) from None
         except Exception as error:  # SQLAlchemy's, which differ by back end
-            raise CrossfedError(f"The storage {storage} cannot be used: {str(error).splitlines()[0]}") from error
-        study = cls(folder, search, base, made)
+            raise _unusable(storage, error) from error
+        study = cls(folder, search, base, declared, made)
         metric = base.evaluation.select
         told = {
             "method": base.method,
             "data": data,
+            "data_fingerprint": fingerprint,
             "protocol": base.evaluation.protocol,
             "metric": metric,
             "objectives": [metric if name == "mean" else name for name in search.objectives],
@@ -261,25 +317,50 @@ class Study:
             CrossfedError: there is none, or its files cannot be read.
         """
         path = folder / STUDY
+        model: type[BaseModel] = Search
         try:
             told = yaml.safe_load(path.read_text(encoding="utf-8"))
-            search, base = Search.model_validate(told["search"]), RunConfig.model_validate(told["run"])
+            search, model = Search.model_validate(told["search"]), RunConfig
+            base = RunConfig.model_validate(told["run"])
+            entries = told.get("space")
+            model = base.resolved.Config
+            config = base.method_config().model_dump(mode="json")
         except FileNotFoundError:
             raise CrossfedError(
                 f"There is no study in {folder}; crossfed tune METHOD --study {folder.name} starts one."
             ) from None
-        except (OSError, yaml.YAMLError, ValidationError, KeyError, TypeError) as error:
-            raise CrossfedError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-        base = base.model_copy(update={"out": folder.parent})
-        storage = search.storage or f"sqlite:///{folder.absolute() / 'optuna.db'}"
+        except ValidationError as error:
+            raise first_error(error, str(path), model) from None
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
+            told = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+            raise CrossfedError(f"{path} cannot be read ({told}); restore it or start another study.") from error
+        base = base.model_copy(update={"out": folder.absolute().parent, "config": config})
+        if search.storage is None and not (folder / DATABASE).is_file():
+            raise CrossfedError(
+                f"{folder / DATABASE}, which holds the study's trials, is missing; restore it or start another study."
+            )
+        storage = search.storage or f"sqlite:///{folder.absolute() / DATABASE}"
         try:
-            return cls(folder.absolute(), search, base, optuna.load_study(storage=storage, study_name=search.name))
+            kept = optuna.load_study(storage=storage, study_name=search.name)
+            kept.get_trials(deepcopy=False)
         except KeyError:
-            raise CrossfedError(f"The storage {storage} holds no study {search.name}.") from None
+            raise CrossfedError(f"The storage {redact(storage)} holds no study {search.name}.") from None
+        except Exception as error:  # SQLAlchemy's, which differ by back end
+            raise _unusable(storage, error) from error
+        # kept since a method's own declaration may change meanwhile; a study from before it was kept has that one
+        declared = read(base.method, entries, config) if entries else space(base.method, search.changes, config)
+        return cls(folder.absolute(), search, base, declared, kept)
 
     def save(self) -> None:
         """Write `study.yaml`."""
-        told = {"search": self.search.model_dump(mode="json"), "run": self.base.model_dump(mode="json")}
+        told = {
+            "search": self.search.model_dump(mode="json"),
+            "space": {
+                name: parameter.model_dump(mode="json", exclude_defaults=True)
+                for name, parameter in self.parameters.items()
+            },
+            "run": self.base.model_dump(mode="json"),
+        }
         target = self.folder / STUDY
         try:
             beside = target.with_suffix(".new")
@@ -289,14 +370,33 @@ class Study:
             raise CrossfedError(f"{target} cannot be written: {error.strerror}.") from error
 
     def extend(self, more: int) -> None:
-        """Let the study have so many trials more."""
-        self.search = self.search.model_copy(update={"trials": max(self.search.trials, self.begun()) + more})
+        """Let the study have so many trials more. One that its time budget ended has the budget anew for them."""
+        over = self.seconds_left() <= 0
+        asked = self.begun() if over else max(self.search.trials, self.begun())
+        if over:
+            self.optuna.set_user_attr("seconds", 0.0)
+        self.search = self.search.model_copy(update={"trials": asked + more})
         self.save()
+
+    def spend(self, seconds: float) -> None:
+        """Count time against the budget."""
+        if self.search.time_budget is not None:
+            self.optuna.set_user_attr("seconds", self.optuna.user_attrs.get("seconds", 0.0) + seconds)
+
+    def seconds_left(self) -> float:
+        """What is left of the time budget over all processes that ran the study; infinite without one."""
+        if self.search.time_budget is None:
+            return math.inf
+        return self.search.time_budget - float(self.optuna.user_attrs.get("seconds", 0.0))
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """One process at a time per study."""
-        with (self.folder / ".lock").open("w") as file:
+        try:
+            file = (self.folder / ".lock").open("w")
+        except OSError as error:
+            raise CrossfedError(f"The study's folder {self.folder} cannot be written: {error.strerror}.") from error
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -321,11 +421,12 @@ class Study:
         """The next trial: first those that an earlier process left, then new ones; None when all were handed out."""
         for frozen in self.trials(TrialState.RUNNING):
             if frozen.number not in self.active:
+                self.optuna.sampler = make_sampler(self.search, frozen.number)
                 return self._task(optuna.Trial(self.optuna, frozen._trial_id), again=True)
         if self.begun() >= self.search.trials:
             return None
         self.optuna.sampler = make_sampler(self.search, self.begun())
-        if self.search.sampler == "grid" and self.begun():
+        if self.search.sampler == "grid" and self.begun() and not self.trials(TrialState.WAITING):
             known = [
                 values
                 for trial in self.trials()
@@ -365,15 +466,20 @@ class Study:
         return prune and not trial.user_attrs.get("paper", False)
 
     def finish(self, number: int, facts: Mapping[str, Any]) -> list[float]:
-        """A trial ran to its end; returns its value of every objective."""
+        """A trial ran to its end; returns its value of every objective.
+
+        Raises:
+            CrossfedError: an objective has no value that could be compared; nothing is recorded.
+        """
         values = []
         for name in self.search.objectives:
-            if name == "bytes":
-                values.append(float(facts["bytes_up"]))
-            elif name == "epsilon":
-                values.append(float(facts["epsilon"]))
+            if name in COSTS:
+                value = facts.get("bytes_up" if name == "bytes" else name)
             else:
-                values.append(quality(name, facts["domains"]))
+                value = quality(name, facts["domains"]) if facts["domains"] else None
+            if value is None or not math.isfinite(value):
+                raise CrossfedError(f"the objective {name} came to no number ({value})")
+            values.append(float(value))
         self._close(number, "finished", facts)
         self.optuna.tell(number, values)
         return values
@@ -384,7 +490,10 @@ class Study:
         self.optuna.tell(number, state=TrialState.PRUNED)
 
     def drop(self, number: int, reason: str) -> None:
-        """The search ended before the trial did."""
+        """The search ended before the trial did, here or in an earlier process."""
+        if number not in self.active:
+            self.optuna.sampler = make_sampler(self.search, number)
+            self.active[number] = optuna.Trial(self.optuna, self.trials()[number]._trial_id)
         self._close(number, "killed", {"reason": reason})
         self.optuna.tell(number, state=TrialState.PRUNED if self._reported(number) else TrialState.FAIL)
 
@@ -411,6 +520,20 @@ class Study:
     def config(self, values: Mapping[str, Any], **changes: Any) -> RunConfig:
         """The run of one point of the space."""
         return self.base.model_copy(update={"config": {**self.base.config, **values}, **changes})
+
+
+def _absolute(storage: str) -> str:
+    """A SQLite file by its full path, so that the study is found from wherever it goes on."""
+    path = storage.removeprefix("sqlite:///")
+    if storage.startswith("sqlite:") and (path == storage or not path):
+        raise CrossfedError(f"The storage {storage} names no file; write sqlite:///PATH.")
+    return storage if path == storage else f"sqlite:///{Path(path).absolute()}"
+
+
+def _unusable(storage: str, error: Exception) -> CrossfedError:
+    """One line for what a data base says, without the password in its address."""
+    line = next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__).rstrip(".")
+    return CrossfedError(f"The storage {redact(storage)} cannot be used: {line.replace(storage, redact(storage))}.")
 
 
 def find_study(name: str, out: Path) -> Path:

@@ -24,7 +24,7 @@ def base(out: Path, method: str = "toys:AVERAGE", *sets: str) -> RunConfig:
 
 def make(out: Path, method: str = "toys:AVERAGE", sets: tuple[str, ...] = (), **search: Any) -> Study:
     given = {"name": "s", "trials": 6, "changes": SPACE, "pruner": "none"} | search
-    return Study.create(Search(**given), base(out, method, *sets), "shops")
+    return Study.create(Search(**given), base(out, method, *sets), "shops", "f1")
 
 
 def run_all(study: Study) -> list[dict[str, Any]]:
@@ -79,7 +79,10 @@ def test_samplers_are_pinned() -> None:
 
 def test_a_grid_visits_every_point_once_and_ends(tmp_path: Path) -> None:
     changes = {"dim": [2, 3], "K": [1, 2, 3]}
-    asked = run_all(make(tmp_path, sampler="grid", trials=20, changes=changes))
+    study = make(tmp_path, sampler="grid", trials=20, changes=changes)
+    asked = [task.values for _ in range(2) if (task := study.next())]
+    study.optuna.enqueue_trial({"dim": 2, "K": 2})  # what a process leaves that dies before it asks
+    asked += run_all(study)
     assert asked[0] == {"dim": 3, "K": 2}
     assert sorted((point["dim"], point["K"]) for point in asked) == [(d, k) for d in (2, 3) for k in (1, 2, 3)]
     with pytest.raises(CrossfedError, match=r"a grid needs values, but step is the range 0\.1 to 1"):
@@ -197,7 +200,12 @@ def test_several_objectives_are_told_in_order(tmp_path: Path) -> None:
         ({"objectives": ("mean", "mean")}, "occurs twice"),
         ({"objectives": ("mean", "bytes"), "pruner": "asha"}, "use pruner none"),
         ({"objectives": ("mean", "bytes"), "sampler": "cmaes"}, "takes one objective"),
-        ({"name": "../x"}, "pattern"),
+        *(
+            ({"name": name}, "begins with a letter or digit")
+            for name in ("../x", "a/b", "", "a b", ".a", "x" * 101, "語" * 70)
+        ),
+        ({"grace": 2}, "a grace period needs a pruner"),
+        ({"pruner": "median", "reduction": 3}, "reduction belongs to the pruner asha"),
     ],
 )
 def test_wrong_settings_are_named(given: dict[str, Any], words: str) -> None:
@@ -207,7 +215,7 @@ def test_wrong_settings_are_named(given: dict[str, Any], words: str) -> None:
 
 def test_a_study_is_made_once_and_found_by_name(tmp_path: Path) -> None:
     made = make(tmp_path)
-    with pytest.raises(CrossfedError, match=r"There is a study s in .* already; crossfed tune resume s"):
+    with pytest.raises(CrossfedError, match=r"There is a study s in .* already; crossfed tune resume .*s goes on"):
         make(tmp_path)
     assert find_study("s", tmp_path) == made.folder
     with pytest.raises(CrossfedError, match=r"no study 'z' in .*; known: s"):
@@ -220,3 +228,89 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
     study = make(tmp_path)
     with study.locked(), pytest.raises(CrossfedError, match="is being run by another process"), study.locked():
         pass
+
+
+def test_a_grace_period_leaves_something_to_stop(tmp_path: Path) -> None:
+    make(tmp_path, pruner="asha", grace=3)  # of 4 rounds
+    with pytest.raises(CrossfedError, match="grace period of 4 rounds leaves nothing to stop: a trial has 4 at most"):
+        make(tmp_path, name="t", pruner="asha", grace=4)
+    with pytest.raises(CrossfedError, match="grace period of 3 rounds leaves nothing to stop: a trial has 3 at most"):
+        make(tmp_path, name="t", pruner="median", grace=3, max_rounds=3)
+
+
+def test_the_space_is_the_one_the_study_was_made_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"step": {"low": 0.1, "high": 1.0, "when": {"dim": [2, 4]}}, "patience": [None, 3], "dim": [2, 4]}
+    made = make(tmp_path, changes=changes)
+    monkeypatch.setattr("crossfed.tuning.space.declared_search", lambda method: {"K": [1, 2]})  # another version's
+    assert Study.open(made.folder).parameters == made.parameters
+
+
+def test_a_trial_without_a_number_is_no_finished_one(tmp_path: Path) -> None:
+    study = make(tmp_path, objectives=("mean", "epsilon"))
+    task = study.next()
+    assert task is not None
+    nan = {"domains": {"books": float("nan"), "films": 0.1}, "epsilon": 1.0}
+    for facts in (FACTS, FACTS | {"epsilon": float("inf")}, FACTS | nan, FACTS | {"domains": {}, "epsilon": 1.0}):
+        with pytest.raises(CrossfedError, match=r"the objective (mean|epsilon) came to no number"):
+            study.finish(task.number, facts)
+    study.fail(task.number, "no number")
+    assert study.optuna.trials[0].state == TrialState.FAIL
+
+
+def test_the_time_budget_counts_over_processes_and_anew_for_more_trials(tmp_path: Path) -> None:
+    study = make(tmp_path, trials=100, time_budget=60.0)
+    first, second = study.next(), study.next()
+    assert first is not None and second is not None
+    study.finish(first.number, FACTS)
+    study.spend(40.0)
+    again = Study.open(study.folder)
+    assert again.seconds_left() == pytest.approx(20.0)
+    again.spend(25.0)
+    again.drop(second.number, "time budget")  # left running by the process before, asked for by none since
+    assert again.optuna.trials[second.number].state == TrialState.FAIL
+    assert again.optuna.trials[second.number].user_attrs["status"] == "killed"
+    again.extend(4)
+    assert (again.seconds_left(), again.search.trials, again.left()) == (60.0, 6, 4)
+    assert make(tmp_path / "b").seconds_left() == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("study.yaml", None, "There is no study in"),
+        ("study.yaml", "search:\n  name: s\n", r"study.yaml cannot be read \(it has no 'run'\)"),
+        ("study.yaml", "", "study.yaml cannot be read"),
+        ("study.yaml", "search: {name: s, trails: 3}", r"study.yaml: unknown key 'trails'; did you mean trials"),
+        ("study.yaml", "a: [", "study.yaml cannot be read"),
+        ("optuna.db", None, "optuna.db, which holds the study's trials, is missing"),
+        ("optuna.db", "", "holds no study s"),
+        ("optuna.db", "rubbish" * 100, "optuna.db cannot be used: .*not a database"),
+    ],
+)
+def test_a_damaged_study_is_told_in_a_sentence(tmp_path: Path, file: str, content: str | None, words: str) -> None:
+    study = make(tmp_path)
+    path = study.folder / file
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content)
+    with pytest.raises(CrossfedError, match=words) as caught:
+        Study.open(study.folder)
+    assert "\n" not in str(caught.value)
+    assert content is not None or not path.exists()
+
+
+def test_a_storage_is_found_from_elsewhere_and_its_password_is_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    study = make(tmp_path / "out", storage="sqlite:///own.db")
+    monkeypatch.chdir(study.folder)
+    assert Study.open(study.folder).left() == 6
+    with pytest.raises(CrossfedError, match="holds a study s already"):
+        make(tmp_path / "more", storage=f"sqlite:///{tmp_path / 'own.db'}")
+    with pytest.raises(CrossfedError, match="names no file"):
+        make(tmp_path / "more", storage="sqlite://")
+    with pytest.raises(CrossfedError, match=r"storage nodb://\*\*\*@host/x cannot be used") as caught:
+        make(tmp_path / "more", storage="nodb://me:secret@host/x")
+    assert "secret" not in str(caught.value)
