@@ -101,9 +101,18 @@ def write_json(path: Path, content: Any) -> None:
     Raises:
         CrossfedError: the disk is full or cannot be written.
     """
+    write_text(path, json.dumps(content, indent=1, sort_keys=False))
+
+
+def write_text(path: Path, content: str) -> None:
+    """Write a text so that the file is either the old one or the whole new one, also after a crash.
+
+    Raises:
+        CrossfedError: the disk is full or cannot be written.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path), temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, sort_keys=False)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
         temporary.replace(path)

@@ -107,9 +107,17 @@ def run(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the run.  [default: 0]", show_default=False)] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of run directories.  [default: runs]", show_default=False)
+        str | None,
+        typer.Option(
+            help="Folder of run directories, or a URI (s3://bucket/prefix …) to which runs in ./runs are copied commit by "
+            "commit.  [default: runs]",
+            show_default=False,
+        ),
     ] = None,
-    resume: Annotated[str | None, typer.Option(help="An interrupted run's directory or id, to continue.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="An interrupted run's directory, id or URI, to continue; --data where its data moved."),
+    ] = None,
     backend: Annotated[
         Backend | None, typer.Option(help="Ray actors, or one process.  [default: ray]", show_default=False)
     ] = None,
@@ -132,17 +140,19 @@ def run(
     from crossfed.platform.config import build
     from crossfed.platform.evaluation.final import test_once
     from crossfed.platform.progress import make_progress
-    from crossfed.platform.run import find_run, run_federation, stored_config
+    from crossfed.platform.run import fetch_run, find_run, run_federation, stored_config
+    from crossfed.platform.storage import is_uri
 
     started: list[Path] = []
     view = make_progress(progress.value)
     if resume is not None:
-        if method or data or domains or preset or sets or seed is not None or backend or control or address:
+        if method or domains or preset or sets or seed is not None or backend or control or address:
             raise CrossfedError(
-                "--resume continues a run as it was configured; give no method, data, seed, --set or back end with it."
+                "--resume continues a run as it was configured; give no method, domains, seed, --set or back end with it."
             )
-        run_dir = find_run(resume, out or RUNS)
-        config = stored_config(run_dir)
+        folder = Path(out or RUNS)
+        run_dir = fetch_run(resume, folder) if is_uri(resume) else find_run(resume, folder)
+        config = stored_config(run_dir, data)
     else:
         if method is None:
             raise CrossfedError("Name a method (see `crossfed methods`), a run's YAML file, or --resume RUN.")

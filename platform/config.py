@@ -17,6 +17,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator
 
+from crossfed.platform import storage
 from crossfed.platform.controls import Control
 from crossfed.platform.data import synthetic
 from crossfed.platform.discovery import find_method, method_file, nearest
@@ -191,8 +192,16 @@ class RunConfig(Settings):
     )
     seed: int = Field(0, ge=0, description="seed of every random number of the run but the split's")
     backend: Literal["ray", "inprocess"] = Field("ray", description="Ray actors, or one process")
-    out: Path = Field(Path("runs"), description="folder of run directories")
+    out: Path = Field(Path("runs"), description="folder of run directories, or a URI, which then is mirrored")
+    mirror: str | None = Field(
+        None, description="URI (s3://bucket/prefix …) to which every commit and the results are copied as well"
+    )
     checkpoint_every: PositiveInt = Field(1, description="rounds between two committed checkpoints")
+
+    @field_validator("mirror")
+    @classmethod
+    def _without_credentials(cls, value: str | None) -> str | None:
+        return None if value is None else storage.checked(value)
 
     @property
     def resolved(self) -> Method:
@@ -207,7 +216,7 @@ class RunConfig(Settings):
         """Twelve hex digits over what can change a number; seed and data stand beside it, and how it is run changes none."""
         told = self.model_dump(
             mode="json",
-            exclude={"out", "tracking", "preset", "resources", "backend", "checkpoint_every", "seed", "data"},
+            exclude={"out", "mirror", "tracking", "preset", "resources", "backend", "checkpoint_every", "seed", "data"},
         )
         told["threads"] = self.resources.threads
         if "sids" not in self.resolved.artifacts:
@@ -361,6 +370,8 @@ def build(
             _set(raw, key, value if _accepts(run_keys[key], str) and value != "null" else parse_value(value))
         else:
             raise CrossfedError(f"--set: unknown key {key!r}{nearest(key, [*own_fields, *run_keys])}")
+    if isinstance(raw.get("out"), str) and storage.is_uri(raw["out"]):
+        raw = {key: value for key, value in raw.items() if key != "out"} | {"mirror": raw["out"]}
     try:
         checked = found.Config.model_validate(own)
     except ValidationError as error:

@@ -20,7 +20,9 @@ from crossfed.platform.nodes import Measured, Nodes, Plan
 from crossfed.platform.payloads import Entry, ShapeWatch, check_declarations, check_told
 from crossfed.platform.privacy import RECORD, Accountant, check_releases, mend, messages_of, read_lines
 from crossfed.platform.seam import SERVER, CrossfedError, Direction, Method, MethodConfig, Phase, Stage
+from crossfed.platform.storage import Mirror
 
+HISTORY, LEDGER = "history.jsonl", "ledger.jsonl"
 FEDERATION = "federation"
 """The scope of a best value that all domains share."""
 
@@ -176,14 +178,22 @@ class Rounds:
         nodes: where steps run.
         told: called after every round.
         warn: told in a sentence what could not be used.
+        mirror: where commits are copied to, if anywhere.
     """
 
-    def __init__(self, plan: Plan, nodes: Nodes, told: Callable[[Round], None], warn: Callable[[str], None]):
-        self.plan, self.nodes, self.told, self.warn = plan, nodes, told, warn
+    def __init__(
+        self,
+        plan: Plan,
+        nodes: Nodes,
+        told: Callable[[Round], None],
+        warn: Callable[[str], None],
+        mirror: Mirror | None = None,
+    ):
+        self.plan, self.nodes, self.told, self.warn, self.mirror = plan, nodes, told, warn, mirror
         self.config: RunConfig = plan.config
         self.stages = check_method(self.config.resolved, self.config.method_config())
         self.checkpoints = Checkpoints(plan.run_dir, plan.nodes)
-        self.history, self.ledger = _Log(plan.run_dir / "history.jsonl"), _Log(plan.run_dir / "ledger.jsonl")
+        self.history, self.ledger = _Log(plan.run_dir / HISTORY), _Log(plan.run_dir / LEDGER)
         self.progress = Progress()
         self.mail: dict[str, dict[str, Any]] = {}
         self.rows: list[Entry] = []
@@ -226,7 +236,9 @@ class Rounds:
         folder = self.checkpoints.open(self.progress.commits)
         files = self.nodes.save(folder, self.mail)
         self.progress.logs = {"history": self.history.state(), "ledger": self.ledger.state()}
-        self.checkpoints.commit(folder, asdict(self.progress), files)
+        committed = self.checkpoints.commit(folder, asdict(self.progress), files)
+        if self.mirror is not None:
+            self.mirror.commit(committed)
 
     # -- running -------------------------------------------------------------------------------------------------
 
@@ -346,6 +358,8 @@ class Rounds:
         if lines:
             self.record.append(lines)
             self.accountant.add(lines)
+            if self.mirror is not None:
+                self.mirror.record(RECORD)
 
     def _write_ledger(self) -> tuple[int, int]:
         up = sum(row.bytes for row in self.rows if row.direction != Direction.DOWN)

@@ -25,9 +25,9 @@ import pandas as pd
 import torch
 from safetensors.torch import load_file
 
-from crossfed.platform import privacy, tokeniser
+from crossfed.platform import privacy, storage, tokeniser
 from crossfed.platform.artifacts import ArtifactStore, default_root
-from crossfed.platform.checkpoint import Checkpoints, read_json, write_json, writing
+from crossfed.platform.checkpoint import Checkpoints, read_json, write_json, write_text, writing
 from crossfed.platform.config import RunConfig, build
 from crossfed.platform.controls import blame, check_control
 from crossfed.platform.data import synthetic
@@ -35,14 +35,16 @@ from crossfed.platform.data.store import PreparedData
 from crossfed.platform.nodes import Artifacts, InProcess, Measured, NodeLost, Nodes, Plan
 from crossfed.platform.progress import Progress, SummaryRow, make_progress
 from crossfed.platform.report import figures
-from crossfed.platform.rounds import Round, Rounds
+from crossfed.platform.rounds import HISTORY, LEDGER, Round, Rounds
 from crossfed.platform.seam import CrossfedError, Direction, Scope
+from crossfed.platform.storage import Mirror
 from crossfed.platform.tracking import DatasetInput, Status, Tracker
 
 Finish = Callable[[Plan, Nodes], Mapping[str, Measured]]
 """What runs on the selected state before the nodes end: `evaluation.final.test_once` from the command line."""
 
-RESULT = "result.json"
+CONFIG, RESULT = "config.yaml", "result.json"
+TRACKED = "mlflow_run_id"
 
 
 class Stopped(Exception):
@@ -140,6 +142,8 @@ def run_federation(
     plan = Plan(config, data.path.absolute(), domains, run_dir.absolute(), default_root().absolute())
     with _locked(run_dir), view:
         _guard(run_dir, config, data, domains)
+        if resume is not None and config.data != stored_config(run_dir).data:
+            write_text(run_dir / CONFIG, config.to_yaml())
         synthetic = "synthetic " if data.synthetic else ""
         view.start(
             f"{method.title}: {run_dir.name}",
@@ -151,14 +155,17 @@ def run_federation(
             ]
             + ([f"control    {config.control}: no node receives what it was sent"] if config.control != "none" else []),
         )
+        mirror = _mirror(config, run_dir, view)
         tracker = _track(config, run_dir, data, domains, resume is not None, view)
         try:
-            result = _run(plan, data, tracker, view, on_round, finish, artifacts)
+            result = _run(plan, data, tracker, view, on_round, finish, artifacts, mirror)
         except BaseException as error:
             blame(error, config.control)
             tracker.finish(*_ended(error))
             raise
         tracker.finish("FINISHED")
+        if mirror is not None:
+            mirror.finish()
         if shown:
             _summary(view, config, result)
             for line in privacy.summary(result["privacy"]):
@@ -187,7 +194,7 @@ def _new_directory(config: RunConfig, data: PreparedData, name: str | None) -> P
         run_dir.mkdir(parents=True)
         # the data directory is written out in full, so that a resumed run does not depend on where it is started
         full = config.model_copy(update={"data": config.data and data.path.absolute()})
-        (run_dir / "config.yaml").write_text(full.to_yaml(), encoding="utf-8")
+        write_text(run_dir / CONFIG, full.to_yaml())
     except OSError as error:
         raise CrossfedError(
             f"The run directory {run_dir} cannot be made: {error.strerror}; choose another --out."
@@ -233,6 +240,19 @@ def _guard(run_dir: Path, config: RunConfig, data: PreparedData, domains: tuple[
         )
 
 
+def _mirror(config: RunConfig, run_dir: Path, view: Progress) -> Mirror | None:
+    """Where the run is copied to; its place is taken and tried before anything is computed."""
+    if config.mirror is None:
+        return None
+    logs: tuple[str, ...] = (HISTORY, LEDGER, privacy.RECORD)
+    if config.tracking.uri is not None:  # a store that another machine finds, too
+        logs += (TRACKED,)
+    mirror = Mirror(storage.join(config.mirror, run_dir.name), run_dir, logs, view.warn)
+    mirror.start()
+    view.note(f"copied to  {mirror.uri}")
+    return mirror
+
+
 def _params(config: RunConfig) -> dict[str, Any]:
     """What the tracker shows as the run's parameters."""
     if config.tracking.params is not None:
@@ -244,7 +264,7 @@ def _params(config: RunConfig) -> dict[str, Any]:
 def _track(
     config: RunConfig, run_dir: Path, data: PreparedData, domains: tuple[str, ...], resumed: bool, view: Progress
 ) -> Tracker:
-    known = run_dir / "mlflow_run_id"
+    known = run_dir / TRACKED
     kind = "synthetic" if data.synthetic else "prepared"
     return Tracker.start(
         config.tracking,
@@ -323,6 +343,7 @@ def _run(
     on_round: Callable[[Round], None] | None,
     finish: Finish | None,
     artifacts: Artifacts | None,
+    mirror: Mirror | None,
 ) -> dict[str, Any]:
     began, config = time.perf_counter(), plan.config
     stage = ""
@@ -339,7 +360,7 @@ def _run(
             on_round(row)
 
     with _nodes(config) as nodes:
-        rounds = Rounds(plan, nodes, told, view.warn)
+        rounds = Rounds(plan, nodes, told, view.warn, mirror)
         for line in rounds.expect():
             view.note(f"privacy    {line}")
         nodes.preflight(plan)
@@ -525,14 +546,32 @@ def find_run(name: str, out: Path) -> Path:
         CrossfedError: there is none.
     """
     for path in (Path(name), out / name):
-        if (path / "config.yaml").is_file():
+        if (path / CONFIG).is_file():
             return path
     raise CrossfedError(f"There is no run {name!r}, neither as a path nor in {out}.")
 
 
-def stored_config(run_dir: Path) -> RunConfig:
-    """The effective configuration of a run; a run that was moved goes on where it is now."""
-    return build(str(run_dir / "config.yaml"))
+def fetch_run(uri: str, out: Path) -> Path:
+    """Bring a run that was mirrored to a URI into `out`, as of its last complete commit.
+
+    Raises:
+        CrossfedError: there is none, or the name is taken in `out`.
+    """
+
+    def names(run_dir: Path) -> tuple[str, ...]:
+        domains = tuple(read_json(run_dir / "data.json")["domains"])
+        return Plan(stored_config(run_dir), run_dir, domains, run_dir, run_dir).nodes
+
+    return storage.fetch(uri, out, names)
+
+
+def stored_config(run_dir: Path, data: Path | None = None) -> RunConfig:
+    """The effective configuration of a run; a run that was moved goes on where it is now.
+
+    Args:
+        data: where its data are now, if not where they were.
+    """
+    return build(str(run_dir / CONFIG), values={"data": data and data.absolute()})
 
 
 def privacy_account(run_dir: Path) -> dict[str, Any]:

@@ -100,6 +100,7 @@ class Machines:
 
     def __init__(self) -> None:
         os.environ["RAY_AUTH_MODE"] = "disabled"
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")  # beside other work
         import ray
         from ray.cluster_utils import Cluster
 
