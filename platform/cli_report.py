@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -138,15 +139,17 @@ def report(
 
 
 def _searched(folder: Path) -> Section:
-    """How a study came to its winner. The rooms that search are found by name: the platform does not import them."""
-    import importlib
-
+    """How a study came to its winner."""
     from crossfed.platform.report.page import Section
 
-    study = importlib.import_module("crossfed.tuning.study").Study.open(folder).optuna
-    text, grids = importlib.import_module("crossfed.tuning.report").told(study)
+    text, grids = importlib.import_module("crossfed.tuning.report").told(_study(folder))
     pictures = sorted(path for path in (folder / "figures").glob("*.png") if not path.stem.startswith("slice_"))
     return Section(f"Search {folder.name}", tuple(text), tuple(grids), tuple((path.stem, path) for path in pictures))
+
+
+def _study(folder: Path) -> Any:
+    """A study's Optuna study. The room that searches is found by name: the platform does not import it."""
+    return importlib.import_module("crossfed.tuning.study").Study.open(folder).optuna
 
 
 def figures(
@@ -249,12 +252,27 @@ def sensitivity(
     out: Out = RUNS,
     tracking_uri: Uri = None,
 ) -> None:
-    """A metric against one setting, for runs that differ in it. (A study's own trials: the figures in its folder.)"""
+    """A metric against one setting: for runs that differ in it, or for the trials of one study (on validation)."""
     from crossfed.platform.report import settings
-    from crossfed.platform.report.sources import gather
+    from crossfed.platform.report.sources import gather, study_folder
 
+    if len(runs) == 1 and (folder := study_folder(runs[0], out)) is not None:
+        _draw(_searched_setting(folder, key), to, out)
+        return
     with gather(runs, out, tracking_uri) as finished:
         _draw(settings.sensitivity(finished, key, _metric(finished, metric, split), split.value), to, out)
+
+
+def _searched_setting(folder: Path, key: str) -> Analysis:
+    """The metric that a study searched on against one of the settings it searched."""
+    from crossfed.platform.report.analyses import Analysis, file_name
+
+    study = _study(folder)
+    figure = importlib.import_module("crossfed.tuning.figures").sensitivity(study, key)
+    if figure is None:
+        raise CrossfedError(f"The finished trials of {folder.name} have not at least two values of {key}.")
+    grid = importlib.import_module("crossfed.tuning.report").trials_table(study).grid()
+    return Analysis(f"{file_name(folder.name)}-{file_name(key)}", figure, grid)
 
 
 @analyse_app.command()

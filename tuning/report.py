@@ -90,8 +90,9 @@ class Table:
         return buffer.getvalue()
 
     def grid(self) -> Grid:
-        """The table for a page."""
+        """The table for a page; its records are the lines of `csv`."""
         shown = self._for_people()
+        kept = {c.csv_name or c.name: i for i, c in enumerate(self.columns) if c.only != "text"}
         return Grid(
             title=self.title,
             columns=tuple(GridColumn(self.columns[i].name, right=self.columns[i].right) for i in shown),
@@ -100,6 +101,7 @@ class Table:
                 for index, row in enumerate(self.rows)
             ),
             caption=self.caption,
+            records=tuple({name: row[i] for name, i in kept.items()} for row in self.rows),
         )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -487,7 +489,9 @@ def show(study: optuna.Study) -> RenderableType:
 def told(study: optuna.Study) -> tuple[list[str], list[Grid]]:
     """The whole study for a page: the best and what failed in words, then the tables."""
     facts = StudyFacts.of(study)
-    about = f"{facts.method} on {facts.data}, {facts.protocol}, validation {facts.metric}; {facts.counts}; {facts.spared}."
+    about = (
+        f"{facts.method} on {facts.data}, {facts.protocol}, validation {facts.metric}; {facts.counts}; {facts.spared}."
+    )
     if not facts.trials:
         return [about], []
     tables = (_trials_table(facts), _pareto_table(facts), _importance_table(importance(facts)))

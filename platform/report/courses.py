@@ -271,6 +271,7 @@ def weights(run: Finished) -> Analysis:
         axis.set_yticks(range(len(domains)), domains)
         axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
         axis.set_xlabel("round, over all stages")
+        axis.set_ylabel("sender")
         axis.set_title(f"received by {receiver}", fontsize=10.5)
     last = np.array([[table[receiver, sender][-1][1] for sender in domains] for receiver in domains])
     heat = _heat(axes[-1], last, (-0.5, len(domains) - 0.5, len(domains) - 0.5, -0.5))

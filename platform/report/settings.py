@@ -80,11 +80,12 @@ def _varied(runs: Sequence[Finished], key: str) -> dict[str, dict[Any, list[Fini
         lines.setdefault(run.label, {}).setdefault(_hashable(run.settings.get(key)), []).append(run)
     if all(len(points) < 2 for points in lines.values()):
         held = sorted({name for run in runs for name in run.settings})
-        told = f"it is {next(iter(next(iter(lines.values()))))!r} in all of them" if key in held else "no run has it"
         apart = [n for n in held if len({repr(run.settings.get(n)) for run in runs if n in run.settings}) > 1]
-        raise CrossfedError(
-            f"No two of these runs differ in {key} alone: {told}; settings that differ: {', '.join(apart) or 'none'}."
-        )
+        others = ", ".join(name for name in apart if name != key) or "nothing else"
+        if key in apart:
+            raise CrossfedError(f"No two of these runs differ in {key} alone, but in {others} as well.")
+        told = f"it is the same in all of them, which differ in {others}" if key in held else "none of them has it"
+        raise CrossfedError(f"These runs cannot show what {key} does: {told}.")
     return lines
 
 

@@ -755,6 +755,7 @@ def test_the_study_for_a_page() -> None:
     lines, grids = report.told(small())
     assert lines[0].startswith("fedcgr on ") and "Trial 3 failed: loss | is NaN" in lines
     assert [grid.title for grid in grids] == ["Trials", "Importance"]
+    assert grids[0].csv() == report.trials_table(small()).csv()
     assert grids[0].markdown() == report.trials_table(small()).markdown()
     assert [row[0].text for row in grids[0].rows if row[0].best] == ["2"]  # type: ignore[union-attr]
     assert len(report.told(two(FRONT))[1]) == 3

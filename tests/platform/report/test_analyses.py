@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +122,13 @@ def test_sensitivity_of_words(tmp_path: Path) -> None:
 
 
 def test_runs_that_do_not_differ_in_the_setting_are_refused(varied: list[Finished]) -> None:
-    with pytest.raises(
-        CrossfedError, match=r"differ in alpha alone: it is 0\.2 in all of them; settings that differ: K"
-    ):
+    with pytest.raises(CrossfedError, match="what alpha does: it is the same in all of them, which differ in K"):
         settings.sensitivity(varied[:4], "alpha", RECALL)
-    with pytest.raises(CrossfedError, match="differ in nonsense alone: no run has it"):
+    with pytest.raises(CrossfedError, match="what nonsense does: none of them has it"):
         settings.sensitivity(varied, "nonsense", RECALL)
+    both_ways = [replace(run, settings=run.settings | {"alpha": 0.1 * i}) for i, run in enumerate(varied[:3])]
+    with pytest.raises(CrossfedError, match="differ in K alone, but in alpha as well"):
+        settings.sensitivity(both_ways, "K", RECALL)
 
 
 def private(epsilon: float) -> dict[str, Any]:
