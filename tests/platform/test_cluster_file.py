@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -221,3 +226,76 @@ def test_the_environment_file_that_setup_writes(tmp_path: Path) -> None:
         "export MLFLOW_TRACKING_URI=http://127.0.0.1:5000",
         "export RAY_JOB_STOP_WAIT_TIME_S=60",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_local_template_launches_as_far_as_one_machine_goes(tmp_path: Path) -> None:
+    """Its own shell commands start a head with MLflow and a worker, here, on other ports; then the doctor looks at both.
+
+    Left out: `ray stop`, which would end other clusters of this machine, and the autoscaler, which would look for the others.
+    """
+    import psutil
+
+    config = yaml.safe_load(template("local"))
+    home, temp, venv = tmp_path / "home", Path(f"/tmp/cf{os.getpid()}"), Path(sys.executable).parent
+    (home / ".ray").mkdir(parents=True)
+    (home / ".ray/auth_token").write_text("d" * 64)
+    ours = {"6379": "6415", "5000": "5015", "/mnt/shared": str(tmp_path), "--autoscaling-config=~/ray_bootstrap_config.yaml": "",
+            "$RAY_HEAD_IP": "127.0.0.1"}  # fmt: skip
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_AUTH", "MLFLOW"))}
+    env |= {
+        "HOME": str(home),
+        "PATH": f"{venv}:{env['PATH']}",
+        "RAY_TMPDIR": str(temp),
+        "CROSSFED_CACHE": str(tmp_path / "cache"),
+    }
+    env |= {"RAY_AUTH_MODE": "token", "HF_HUB_OFFLINE": "1"}
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        with (tmp_path / "log").open(
+            "w"
+        ) as log:  # a pipe would stay open for as long as what is started in the background
+            done = subprocess.run(command, env=env, stdout=log, stderr=subprocess.STDOUT, timeout=300, check=False)
+        return subprocess.CompletedProcess(command, done.returncode, (tmp_path / "log").read_text())
+
+    try:
+        for command in [
+            *config["initialization_commands"][1:],
+            *config["head_start_ray_commands"],
+            *config["worker_start_ray_commands"],
+        ]:
+            for old, new in ours.items():
+                command = command.replace(old, new)
+            if command != "ray stop":
+                done = run("bash", "-c", command)
+                assert done.returncode == 0, (command, done.stdout)
+        end = time.monotonic() + 120
+        while (done := run("curl", "-sf", "http://127.0.0.1:5015/health")).returncode and time.monotonic() < end:
+            time.sleep(1)
+        assert done.stdout == "OK"
+        doctor = [
+            sys.executable,
+            "-m",
+            "crossfed.platform.cli",
+            "doctor",
+            "--address",
+            "127.0.0.1:6415",
+            "--patience",
+            "120",
+        ]
+        done = run(*doctor, "--out", str(tmp_path / "runs"), "--tracking-uri", "http://127.0.0.1:5015")
+        assert done.returncode == 0 and "A run can start." in done.stdout, done.stdout
+        assert "a machine is set aside for server actors" in done.stdout and "│ token" in done.stdout
+        assert "warning" not in done.stdout, done.stdout
+        (home / ".ray/auth_token").write_text("e" * 64)
+        done = run(*doctor)
+        assert done.returncode == 2 and "is not the cluster's" in " ".join(done.stdout.replace("│", " ").split()), (
+            done.stdout
+        )
+    finally:
+        for process in psutil.process_iter(["cmdline"]):
+            if any(str(place) in word for place in (temp, tmp_path) for word in process.info["cmdline"] or ()):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        shutil.rmtree(temp, ignore_errors=True)

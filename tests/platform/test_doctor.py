@@ -244,6 +244,17 @@ def test_an_mlflow_server_that_answers_and_one_that_is_gone(status: int) -> None
     assert ray_probe._mlflow(None) == {"reached": None}
 
 
+def test_a_running_cluster_is_examined(ray_cluster: None, tmp_path: Path) -> None:
+    from crossfed.platform.ray_doctor import examine
+
+    reports, wanted = examine(None, str(tmp_path / "runs"), f"sqlite:///{tmp_path}/mlflow.db", "minilm", patience=120)
+    found = judge(reports, wanted)
+    assert can_start(found), found
+    assert [row["driver"] for row in reports] == [True, False] and reports[1]["head"]
+    assert reports[1]["storage"] == {"writable": True, "same": True} and reports[1]["auth"] == {"mode": "token"}
+    assert abs(reports[1]["skew"]) < 2 and not (tmp_path / "runs").exists()
+
+
 def test_the_command_says_that_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     done = CliRunner().invoke(app, ["doctor", "--address", "127.0.0.1:1"])
@@ -252,7 +263,7 @@ def test_the_command_says_that_there_is_no_cluster(monkeypatch: pytest.MonkeyPat
 
 
 PLANTED = """
-import json, os, pathlib, sys
+import json, os, pathlib, signal, sys
 from ray.cluster_utils import Cluster
 root = pathlib.Path(sys.argv[1])
 def fake(name, version):
@@ -269,7 +280,9 @@ cluster.add_node(num_cpus=1, num_gpus=2)
 cluster.add_node(num_cpus=1, env_vars=fake("torch", "1.0"))
 cluster.add_node(num_cpus=1, env_vars=fake("crossfed", "0.0.1"))
 cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": os.pathsep.join([str(late), os.environ.get("PYTHONPATH", "")])})
+gone = cluster.add_node(num_cpus=1)
 cluster.wait_for_nodes()
+os.kill(gone.all_processes["raylet"][0].process.pid, signal.SIGSTOP)
 from crossfed.platform.doctor import judge
 from crossfed.platform.ray_doctor import examine
 found = judge(*examine(cluster.address, str(root / "runs"), "http://127.0.0.1:9", "BAAI/nowhere", False, 120.0))
@@ -279,8 +292,8 @@ print((root / "runs").exists())
 
 
 @pytest.mark.slow
-def test_faults_planted_for_real_on_five_nodes(tmp_path: Path) -> None:
-    """Invented GPUs, another torch, another crossfed, a clock 15 minutes ahead, no MLflow, an encoder that is not there."""
+def test_faults_planted_for_real_on_six_nodes(tmp_path: Path) -> None:
+    """Invented GPUs, another torch or crossfed, a clock 15 minutes ahead, a node that is frozen, no MLflow, no encoder."""
     script = tmp_path / "planted.py"
     script.write_text(PLANTED)
     done = subprocess.run(
@@ -296,7 +309,5 @@ def test_faults_planted_for_real_on_five_nodes(tmp_path: Path) -> None:
     assert found["torch"][3].startswith("torch 1.0, but") and found["crossfed"][3].startswith("crossfed 0.0.1, but")
     assert found["clock"][0] == "error" and "ahead of" in found["clock"][3]
     assert found["mlflow"][0] == "warning" and found["encoder"][0] == "error"
-    assert (
-        len({found[subject][2] for subject in ("gpus", "torch", "crossfed", "clock")}) == 4
-    )  # four machines, told apart
+    assert len({found[subject][2] for subject in ("answer", "gpus", "torch", "crossfed", "clock")}) == 5  # told apart
     assert left == "False"  # the folder that was made to be written into is gone

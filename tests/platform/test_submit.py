@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -316,9 +317,10 @@ def head(tmp_path: Path) -> Iterator[dict[str, str]]:
     env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64, "PATH": path, "RAY_JOB_STOP_WAIT_TIME_S": "60",
            "CROSSFED_CACHE": os.environ["CROSSFED_CACHE"]}  # fmt: skip
     env.pop("RAY_ADDRESS", None)
+    temp = f"/tmp/cf{os.getpid()}"  # short: Ray's sockets lie in it
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=6414", "--num-cpus=2",
              "--dashboard-port=8314", "--dashboard-host=127.0.0.1", "--disable-usage-stats",
-             f"--temp-dir=/tmp/cf{os.getpid()}"]  # fmt: skip
+             f"--temp-dir={temp}"]  # fmt: skip
     with (tmp_path / "head.log").open("w") as log:
         ray = subprocess.Popen(start, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -336,12 +338,14 @@ def head(tmp_path: Path) -> Iterator[dict[str, str]]:
     finally:
         os.killpg(ray.pid, 15)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            ray.wait(20)
+            ray.wait(5)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(ray.pid, 9)
+        shutil.rmtree(temp, ignore_errors=True)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_run_on_a_real_job_server(head: dict[str, str], shops: Path, tmp_path: Path) -> None:
     """A method of the user's own travels with the upload; exit codes come back; stopping saves; a wrong token is told."""
     mine = tmp_path / "mine"
@@ -352,7 +356,7 @@ def test_a_run_on_a_real_job_server(head: dict[str, str], shops: Path, tmp_path:
     def submit(*words: str, token: str = head["RAY_AUTH_TOKEN"]) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "crossfed.platform.cli", "submit", "--address", "http://127.0.0.1:8314"]
         return subprocess.run([*command, *words], cwd=mine, env={**head, "RAY_AUTH_TOKEN": token}, capture_output=True, text=True,
-                              timeout=200, check=False)  # fmt: skip
+                              timeout=400, check=False)  # fmt: skip
 
     run = ["--", "run", "own:AVERAGE", "--data", str(shops), "--out", str(out), "--set", "tracking.enabled=false"]
     done = submit(*run, "--set", "rounds=2")
