@@ -46,10 +46,10 @@ class Pruner(StrEnum):
 class _StartByDefault(TyperGroup):
     """`crossfed tune METHOD …` stands for `crossfed tune start METHOD …`."""
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] not in self.commands:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in {*self.commands, *self.get_help_option_names(ctx)}:
             args = ["start", *args]
-        return super().resolve_command(ctx, args)
+        return super().parse_args(ctx, args)
 
 
 tune_app = typer.Typer(

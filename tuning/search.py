@@ -115,7 +115,7 @@ def slots(
     if base.resources.gpus_per_domain is None and not domain.gpus:
         resources = resources.model_copy(update={"gpus_per_domain": 0.0})
     total = [sum(getattr(share, kind) for share in wanted.values()) for kind in ("cpus", "gpus")]
-    # the trial's own process waits for its nodes, beside the server's; without one, where machines are set aside (and MLflow runs)
+    # the trial's own process waits for its nodes, beside the server's; without one, where machines are set aside (with MLflow)
     own = {cluster.SERVER_RESOURCE: cluster.SLOT} if set_aside and cluster.SERVER not in nodes else dict[str, float]()
     bundles = (own, *(share.bundle() for share in wanted.values()))
     return Slots(bundles, base.model_copy(update={"resources": resources}), at_once, *total)
@@ -530,14 +530,21 @@ def start(search: Search, base: RunConfig, *, finish: Finish | None = None, view
         KeyboardInterrupt: the user ended it; `resume` goes on.
     """
     full, data = check(search, base)
-    return go_on(Study.create(search, full, data.path.name, data.fingerprint), finish=finish, view=view)
+    study = Study.create(search, full, data.path.name, data.fingerprint)
+    try:
+        return go_on(study, finish=finish, view=view)
+    except CrossfedError:
+        with contextlib.suppress(CrossfedError), study.locked():
+            if not study.begun():  # refused, for instance by the cluster's size: its name stays free
+                study.discard()
+        raise
 
 
 def check(search: Search, base: RunConfig) -> tuple[RunConfig, PreparedData]:
     """The run that all trials of a new study share, its paths in full, and its data.
 
     Raises:
-        CrossfedError: the data, the space, or an objective is not there.
+        CrossfedError: the data, the space, an objective or the tracker's address is not possible.
     """
     data = PreparedData.open(resolve_data(base))
     domains = chosen_domains(base, data)
@@ -549,6 +556,8 @@ def check(search: Search, base: RunConfig) -> tuple[RunConfig, PreparedData]:
             f"The objective epsilon needs a method that perturbs what it sends; {base.method} does not."
         )
     Study.check(search, base)
+    if base.tracking.enabled:
+        tracking.resolve_uri(base.tracking, base.out)
     full = base.model_copy(update={"data": base.data and data.path.absolute(), "out": base.out.absolute()})
     return full, data
 

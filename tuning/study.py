@@ -351,6 +351,15 @@ class Study:
         declared = read(base.method, entries, config) if entries else space(base.method, search.changes, config)
         return cls(folder.absolute(), search, base, declared, kept)
 
+    def discard(self) -> None:
+        """Remove a study in which no trial began; other files in its folder stay."""
+        optuna.delete_study(study_name=self.search.name, storage=self.optuna._storage)
+        for name in (STUDY, DATABASE, ".lock"):
+            if name != DATABASE or self.search.storage is None:
+                (self.folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it holds something else
+            self.folder.rmdir()
+
     def save(self) -> None:
         """Write `study.yaml`."""
         told = {

@@ -13,7 +13,7 @@ from crossfed.platform.config import build
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.seam import CrossfedError
 from crossfed.tuning import search as searching
-from crossfed.tuning.search import check, go_on, tune_all
+from crossfed.tuning.search import check, go_on, start, tune_all
 from crossfed.tuning.study import Search, Study
 
 SPACE = ["--search", "step={low: 0.1, high: 1.0}"]
@@ -58,6 +58,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Study, dict[str, Any]]]:
         (["--search", "nothing=null"], "nothing is not searched and cannot be taken out"),
         (["--objective", "domain:toys"], "names no domain of this run"),
         (["--data", "/nowhere"], "/nowhere does not exist"),
+        (["--tracking-uri", "nonsense"], "'nonsense', which is no store that MLflow still supports"),
     ],
 )
 def test_a_mistake_is_one_sentence(call: Any, shops: Path, tmp_path: Path, words: list[str], told: str) -> None:
@@ -65,6 +66,26 @@ def test_a_mistake_is_one_sentence(call: Any, shops: Path, tmp_path: Path, words
     assert code == 2
     assert err.startswith("Error: ") and told in err and err.count("\n") == 1
     assert not list(tmp_path.iterdir())  # nothing was begun
+
+
+def test_options_may_come_before_the_method(call: Any, made: Any, shops: Path) -> None:
+    assert call("tune", "--data", str(shops), "toys:AVERAGE", *SPACE)[0] == 130
+    assert made[0][0].base.method == "toys:AVERAGE"
+
+
+def test_a_study_that_is_refused_leaves_its_name_free(
+    shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(study: Study, **how: Any) -> None:
+        raise CrossfedError("the cluster is too small")
+
+    monkeypatch.setattr(searching, "go_on", refuse)
+    base = build("toys:AVERAGE", values={"data": shops, "out": tmp_path, "tracking.enabled": False})
+    shared = f"sqlite:///{tmp_path / 'shared.db'}"
+    for storage in (None, None, shared, shared):
+        with pytest.raises(CrossfedError, match="too small"):
+            start(Search(name="s", trials=2, changes={"step": [0.5]}, storage=storage), base)
+        assert not (tmp_path / "s").exists()
 
 
 def test_what_a_run_file_says_holds_where_no_option_says_otherwise(
