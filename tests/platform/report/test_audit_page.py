@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from crossfed.platform import tracking
+from crossfed.platform import tracking, transfer
 from crossfed.platform.checkpoint import read_json
 from crossfed.platform.cli import app
 from crossfed.platform.config import build
@@ -210,6 +210,18 @@ def test_the_command_writes_the_page_and_the_controls(tmp_path: Path, monkeypatc
     assert "http" not in re.sub(r"data:image[^\"]*", "", html)
     again = CliRunner().invoke(app, ["audit", str(run_dir)], catch_exceptions=False)  # the controls stay on the page
     assert again.exit_code == 0 and (run_dir / "audit.md").read_text() == markdown
+
+
+def test_an_interrupt_says_how_to_go_on(shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    run_dir = run("toys:GOSSIP", shops, tmp_path)
+    monkeypatch.setattr(transfer, "run_federation", interrupted)
+    command = ["audit", str(run_dir), "--controls", "--local", "toy_controls:ALONE"]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 130 and "the same command goes on where it was" in done.output
+    assert not (run_dir / "controls.json").exists()
 
 
 def test_options_that_belong_to_the_controls(shops: Path, tmp_path: Path) -> None:
