@@ -269,13 +269,17 @@ def declared_search(method: str) -> dict[str, Any]:
     return dict(method_file(method).get("search") or {})
 
 
+UNREADABLE = (ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
+"""What PyYAML raises besides its own errors: for dates that there are not, numbers without end, brackets without end."""
+
+
 def parse_value(text: str, option: str = "--set") -> Any:
     """The value of `--set key=value`: YAML, so `0.5`, `true`, `[10, 20]`, `null` and plain words mean what they look like."""
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, *UNREADABLE) as error:
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise CrossfedError(f"{option}: {text!r} is not a value YAML can read: {problem}.") from error
+        raise CrossfedError(f"{option}: {text[:200]!r} is not a value YAML can read: {problem}.") from error
     if isinstance(value, str):
         try:
             return float(value)  # YAML 1.1 reads 1e-3 as a word
@@ -313,6 +317,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         line = f", line {mark.line + 1}" if mark else ""
         problem = " ".join(str(getattr(error, "problem", error)).split())
         raise CrossfedError(f"{path}{line}: not valid YAML: {problem}.") from error
+    except UNREADABLE as error:
+        raise CrossfedError(f"{path}: not valid YAML: {error}.") from error
     if not isinstance(loaded, dict):
         raise CrossfedError(f"{path} must hold a mapping with at least `method:`.")
     return loaded

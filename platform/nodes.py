@@ -299,7 +299,21 @@ class Node:
         return files | self._best_digests  # of the bytes as first written: a file that has rotted since is found out
 
     def load_state(self, folder: Path) -> dict[str, Payload]:
-        """Continue from a checkpoint folder; returns the unread messages."""
+        """Continue from a checkpoint folder; returns the unread messages.
+
+        Raises:
+            CrossfedError: what it holds is damaged, or is not the state of this method and configuration.
+        """
+        try:
+            return self._load_state(folder)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise CrossfedError(
+                f"{folder / self.name} does not hold a state of {self.name} ({type(error).__name__}: {reason}); it was written "
+                "by another version or is damaged."
+            ) from error
+
+    def _load_state(self, folder: Path) -> dict[str, Payload]:
         self.method.load_state_dict(self.state, checkpoint.load(folder / self.name))
         self.best = self._best_file = None
         best = folder / f"{self.name}.best"

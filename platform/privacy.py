@@ -232,17 +232,30 @@ class Accountant:
         return found
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Count lines of the record."""
+        """Count lines of the record.
+
+        Raises:
+            CrossfedError: a line is not one that `lines` made.
+        """
         for line in lines:
-            release = _read(line["release"])
-            sender, messages = line["sender"], line["messages"]
-            place = (sender, line["stage"], line["part"], line["phase"], line["round"], release)
-            self.sent.setdefault(sender, Counter())[release] += messages
+            try:
+                release = _read(line["release"])
+                sender, stage, part, phase, round, messages = (
+                    line[key] for key in ("sender", "stage", "part", "phase", "round", "messages")
+                )
+                if messages < 0 or not {sender, stage, part, phase, round, release}:
+                    raise ValueError("messages are counted from 0")
+                place = (sender, stage, part, phase, round, release)
+                self.sent.setdefault(sender, Counter())[release] += messages
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise CrossfedError(
+                    f"A line of {RECORD} is no record of a release ({type(error).__name__}: {error}); restore it from a copy."
+                ) from error
             if place in self._places:
                 self.repeated.setdefault(sender, Counter())[release] += messages
             self._places.add(place)
-            usual = self._usual.setdefault((sender, release, line["part"]), {})
-            usual[line["phase"]] = max(usual.get(line["phase"], 0), messages)
+            usual = self._usual.setdefault((sender, release, part), {})
+            usual[phase] = max(usual.get(phase, 0), messages)
 
     def total(self, counting: str, counts: Counts) -> float:
         """One of the three totals ("paper", "whole", "tight") of so many messages."""
@@ -439,10 +452,27 @@ def _read(raw: Mapping[str, Any]) -> Release:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A file of JSON lines. A last line that was cut off in writing is left out: in the record it was never delivered."""
+    """A file of JSON lines. A last line that was cut off in writing is left out: in the record it was never delivered.
+
+    Raises:
+        CrossfedError: another line is damaged.
+    """
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise CrossfedError(f"{path} cannot be read: {error.strerror}.") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise CrossfedError(f"{path}, line {number} is damaged ({error}); restore the file from a copy.") from error
+        if not isinstance(row, dict):
+            raise CrossfedError(f"{path}, line {number} is damaged (no record); restore the file from a copy.")
+        found.append(row)
+    return found
 
 
 def mend(path: Path) -> None:

@@ -583,8 +583,14 @@ def privacy_account(run_dir: Path) -> dict[str, Any]:
     config, last = stored_config(run_dir), Checkpoints(run_dir, ()).peek()
     releases = config.resolved.releases(config.method_config())
     accountant = privacy.Accountant(config.privacy, releases, privacy.read_lines(run_dir / privacy.RECORD))
-    stops = last.get("budget_stops", {}) if last else {}
-    return accountant.report(privacy.read_lines(run_dir / "ledger.jsonl"), stops)
+    ledger = privacy.read_lines(run_dir / LEDGER)
+    try:
+        return accountant.report(ledger, last.get("budget_stops", {}) if last else {})
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        raise CrossfedError(
+            f"A line of {LEDGER} or {privacy.RECORD} in {run_dir} is not what the run wrote ({type(error).__name__}: {error}); "
+            "restore them from a copy."
+        ) from error
 
 
 def load_scorer(run_dir: Path, domain: str) -> Callable[[npt.NDArray[np.int64]], torch.Tensor]:

@@ -161,6 +161,9 @@ def load_spec(spec: str | Path) -> Spec:
         raise CrossfedError(f"The spec {path} cannot be read: {error}.") from error
     except yaml.YAMLError as error:
         raise CrossfedError(f"The spec {path} is not YAML: {' '.join(str(error).split())}.") from error
+    except (ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError) as error:
+        # PyYAML's, for dates that there are not, and numbers and brackets without end
+        raise CrossfedError(f"The spec {path} is not YAML: {error}.") from error
     try:
         return Spec.model_validate(content)
     except ValidationError as error:

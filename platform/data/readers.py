@@ -238,7 +238,7 @@ def _told(path: Path, progress: Progress) -> Iterator[None]:
         reason = str(error).splitlines()[0]
         raise CrossfedError(f"{path} cannot be read ({reason}); fetch the file again.") from error
     except OSError as error:
-        raise CrossfedError(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise CrossfedError(f"{path} cannot be read: {error.strerror or ' '.join(str(error).split())}.") from error
 
 
 def _open(path: Path) -> BinaryIO:

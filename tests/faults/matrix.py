@@ -48,7 +48,7 @@ SETTINGS = (
 )  # fmt: skip
 KINDS = ("kill a domain", f"kill {SERVER}", f"remove machine of {DOMAINS[0]}", "kill driver")
 LIMIT = 480
-"""Seconds after which a case counts as a hang."""
+"""Seconds after which a case counts as a hang, on a machine that does nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +188,13 @@ def drive(config: Path, step: int) -> None:
     run_federation(stored_config(config.parent), on_round=told, finish=test_once, name="driven")
 
 
-def run_case(case: Case, config: RunConfig, expected: tuple[Any, Any], machines: Machines, folder: Path) -> Outcome:
-    """Run a method under a fault and compare it with the undisturbed run."""
+def run_case(
+    case: Case, config: RunConfig, expected: tuple[Any, Any], machines: Machines, folder: Path, allowed: int
+) -> Outcome:
+    """Run a method under a fault and compare it with the undisturbed run; after `allowed` seconds it is a hang."""
     began, restarts, started = time.monotonic(), 0, list[Path]()
     try:
-        with limit(LIMIT):
+        with limit(allowed):
             if case.fault == "kill driver":
                 (folder / "told").mkdir(parents=True)
                 joined = config.model_copy(
@@ -200,7 +202,7 @@ def run_case(case: Case, config: RunConfig, expected: tuple[Any, Any], machines:
                 )
                 (folder / "told" / "config.yaml").write_text(joined.to_yaml(), encoding="utf-8")
                 command = [sys.executable, str(HERE), "--drive", str(folder / "told" / "config.yaml"), str(case.step)]
-                code = subprocess.run(command, check=False, stderr=subprocess.DEVNULL, timeout=LIMIT).returncode
+                code = subprocess.run(command, check=False, stderr=subprocess.DEVNULL, timeout=allowed).returncode
                 if code != -signal.SIGKILL:
                     return Outcome(case, f"the driver ended with {code}", 0, time.monotonic() - began)
                 run_dir = config.out / "driven"
@@ -213,8 +215,8 @@ def run_case(case: Case, config: RunConfig, expected: tuple[Any, Any], machines:
                     return Outcome(case, f"{restarts} restarts where one was due", restarts, time.monotonic() - began)
         same = (numbers(done.result), history(done.run_dir)) == expected
         outcome = "same" if same else "other numbers"
-    except TimeoutError:
-        outcome = f"no end within {LIMIT} s"
+    except (TimeoutError, SystemError, subprocess.TimeoutExpired):  # Ray makes a SystemError of what a signal raises
+        outcome = f"no end within {allowed} s"
     except CrossfedError as error:
         outcome = f"refused: {error}"
     return Outcome(case, outcome, restarts, time.monotonic() - began)
@@ -234,6 +236,7 @@ def matrix(
     shops: Path,
     folder: Path,
     tell: Callable[[str], None],
+    allowed: int = LIMIT,
 ) -> list[Outcome]:
     """Run the matrix.
 
@@ -254,12 +257,17 @@ def matrix(
             for number, case in enumerate(chosen):
                 place = folder / method / f"{number:03d}"
                 config = small(method, shops, place / "runs", *SETTINGS, backend="ray")
-                outcome = run_case(case, config, (numbers(calm.result), rows), machines, place)
+                outcome = run_case(case, config, (numbers(calm.result), rows), machines, place, allowed)
                 found.append(outcome)
-                tell(f"{line(outcome)}")
+                tell(line(outcome))
     finally:
         machines.close()
     return found
+
+
+def say(text: str) -> None:
+    """A line for the terminal, at once."""
+    print(text, flush=True)
 
 
 def line(row: Outcome) -> str:
@@ -311,6 +319,7 @@ def main() -> int:
     parser.add_argument("--each", type=int, help="so many cases of every kind of fault per method")
     parser.add_argument("--data", type=Path, help="prepared data with the domains books, films and games")
     parser.add_argument("--out", type=Path, help="a JSON file for the outcomes")
+    parser.add_argument("--limit", type=int, default=LIMIT, help="seconds after which a case counts as a hang")
     parser.add_argument("--spread", action="store_true")
     parser.add_argument("--drive", nargs=2, help=argparse.SUPPRESS)
     told = parser.parse_args()
@@ -322,9 +331,9 @@ def main() -> int:
         folder = Path(temporary)
         shops = told.data or make_shops(folder / "shops")
         if told.spread:
-            return 0 if spread(methods, shops, folder, lambda text: print(text, flush=True)) else 1
-        print(HEAD, flush=True)
-        found = matrix(methods, told.moments.split(","), told.each, shops, folder, lambda text: print(text, flush=True))
+            return 0 if spread(methods, shops, folder, say) else 1
+        say(HEAD)
+        found = matrix(methods, told.moments.split(","), told.each, shops, folder, say, told.limit)
     if told.out:
         write_json(told.out, [asdict(row) for row in found])
     print(f"\n{sum(row.outcome == 'same' for row in found)} of {len(found)} the same")
