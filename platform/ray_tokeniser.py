@@ -60,7 +60,7 @@ def train(
             ),
         )
         try:
-            found: Any = _fit(trainer).checkpoint
+            found: Any = _fit(trainer, resources.round_timeout).checkpoint
         except ray.train.TrainingFailedError as error:
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise CrossfedError(f"The tokeniser could not be trained on Ray: {reason}") from error
@@ -71,8 +71,12 @@ def train(
             ray.shutdown()
 
 
-def _fit(trainer: TorchTrainer) -> ray.train.Result:
-    """`trainer.fit()` beside the main thread, in which it would keep Ctrl-C for itself for as long as the process lives."""
+def _fit(trainer: TorchTrainer, seconds: float) -> ray.train.Result:
+    """`trainer.fit()` beside the main thread, in which it would keep Ctrl-C for itself for as long as the process lives.
+
+    Raises:
+        CrossfedError: it took longer than so many seconds.
+    """
     done: Future[ray.train.Result] = Future()
 
     def run() -> None:
@@ -82,7 +86,15 @@ def _fit(trainer: TorchTrainer) -> ray.train.Result:
             done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    return done.result()
+    try:
+        return done.result(seconds)
+    except TimeoutError as error:
+        if done.done():  # the training's own
+            raise
+        raise CrossfedError(
+            f"The tokeniser was not trained within {seconds:g} s (resources.round_timeout); its last checkpoint stays, and the "
+            "same command goes on from it."
+        ) from error
 
 
 def _worker(told: dict[str, Any]) -> None:

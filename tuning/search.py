@@ -546,6 +546,8 @@ def check(search: Search, base: RunConfig) -> tuple[RunConfig, PreparedData]:
     Raises:
         CrossfedError: the data, the space, an objective or the tracker's address is not possible.
     """
+    if base.mirror is not None:
+        raise CrossfedError("A study is kept in a folder, not at a URI: give --out a local or shared folder, and no mirror.")
     data = PreparedData.open(resolve_data(base))
     domains = chosen_domains(base, data)
     for name in search.objectives:

@@ -136,12 +136,8 @@ def moments(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, int]]:
     """(stage, moment, step) of the first, middle and last round of every stage that was run."""
     for stage, group in itertools.groupby(rows, key=lambda row: row["stage"]):
         steps = [row["step"] for row in group]
-        chosen = {"first": steps[0], "middle": steps[len(steps) // 2], "last": steps[-1]}
-        seen: set[int] = set()
-        for moment, step in chosen.items():
-            if step not in seen:
-                seen.add(step)
-                yield stage, moment, step
+        named = {steps[len(steps) // 2]: "middle", steps[-1]: "last", steps[0]: "first"}
+        yield from ((stage, named[step], step) for step in sorted(named))
 
 
 def strike(case: Case, run_dir: Callable[[], Path], machines: Machines) -> Callable[[Round], None]:

@@ -6,6 +6,7 @@ import io
 import json
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -354,6 +355,17 @@ def test_a_domain_without_text_is_refused(tmp_path: Path) -> None:
 
 
 # -- on Ray --------------------------------------------------------------------------------------------------------
+
+
+def test_a_training_that_does_not_end_is_given_up() -> None:
+    from crossfed.platform import ray_tokeniser
+
+    class Trainer:
+        def fit(self) -> None:
+            threading.Event().wait(30)
+
+    with pytest.raises(CrossfedError, match=r"not trained within 0\.05 s \(resources\.round_timeout\)"):
+        ray_tokeniser._fit(Trainer(), 0.05)  # type: ignore[arg-type]
 
 
 def test_ray_train_gives_the_same_bits_as_this_process(

@@ -38,6 +38,13 @@ def machine(cpus: float, gpus: float = 0) -> dict[str, Any]:
     return {"Alive": True, "Resources": {"CPU": cpus, "GPU": gpus}}
 
 
+def test_a_study_is_not_kept_at_a_uri(shops: Path, tmp_path: Path) -> None:
+    search = Search(name="away", trials=1, seeds=1)
+    with pytest.raises(CrossfedError, match="A study is kept in a folder, not at a URI"):
+        start(search, base(tmp_path, shops, "toys:FRAGILE", "mirror=s3://bucket/prefix"))
+    assert not (tmp_path / "away").exists()
+
+
 def test_a_study_survives_what_its_trials_do(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
     """NaN, an exception, a process that dies: each is one failed trial with its reason, in Optuna and in MLflow."""
     from mlflow import MlflowClient
