@@ -88,7 +88,7 @@ def compare(
     elif form is Format.html:
         from crossfed.platform.report.page import Page, Section
 
-        text = Page("Comparison", (), (Section(made.table.title, (), tuple(grids)),)).html()
+        text = Page("Comparison", (), (Section("Results", (), tuple(grids)),)).html()
     else:
         text = "\n".join(grid.markdown() for grid in grids)
     _give(text, out_file)

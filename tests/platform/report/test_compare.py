@@ -223,12 +223,13 @@ def test_a_dagger_needs_the_mean_as_well(tmp_path: Path) -> None:
 
 def test_worse_is_never_marked(tmp_path: Path) -> None:
     paths = [
-        make_run(tmp_path / f"{method}{seed}", method, seed, {"books": {"recall_at_20": users(seed, base)}})
-        for method, base in (("lightgcn", 0.5), ("fedcrf", 0.2))
+        make_run(tmp_path / f"{method}{seed}", method, seed, {"books": {"recall_at_20": users(seed + shift, base)}})
+        for method, base, shift in (("lightgcn", 0.5, 0), ("fedcrf", 0.2, 9))
         for seed in range(3)
     ]
     [effect] = comparison(load_runs(paths), METRICS[:1]).effects
     assert effect.users_p is not None and effect.users_p < 0.05 and effect.mark == ""
+    assert effect.seeds_p is not None and effect.seeds_p < 0.05
 
 
 def test_default_metrics(made: list[Finished], tmp_path: Path) -> None:
