@@ -135,6 +135,11 @@ def test_auto_is_plain_without_a_terminal() -> None:
     assert out.getvalue() == "stage a: up to 1 round\n"
 
 
+def heed_interrupts() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and so would all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run_in_terminal(body: str, tmp_path: Path, interrupt: bool = False, **env: str) -> tuple[str, int]:
     """Run `body` after `tell` is defined, on a pseudo-terminal; returns what it showed, and its exit code."""
     script = tmp_path / "script.py"
@@ -144,7 +149,9 @@ def run_in_terminal(body: str, tmp_path: Path, interrupt: bool = False, **env: s
     full = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40", **env}
     if "CI" not in env:
         full.pop("CI", None)
-    process = subprocess.Popen([sys.executable, str(script)], stdin=side, stdout=side, stderr=side, env=full)
+    process = subprocess.Popen(
+        [sys.executable, str(script)], stdin=side, stdout=side, stderr=side, env=full, preexec_fn=heed_interrupts
+    )
     os.close(side)
     shown = b""
     sent = False
