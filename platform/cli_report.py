@@ -361,6 +361,21 @@ def weights(
         _draw(courses.weights(finished[0]), to, out)
 
 
+@analyse_app.command()
+def prototypes(
+    run: Annotated[str, typer.Argument(help="A finished run's directory or id.")],
+    to: To = None,
+    out: Out = RUNS,
+) -> None:
+    """Cosine heat maps and principal components of the prototypes that a run exported."""
+    from crossfed.platform.report import maps
+    from crossfed.platform.report.sources import gather
+
+    with gather([run], out) as finished:
+        for found in maps.prototypes(finished[0]):
+            _draw(found, to, out)
+
+
 @analyse_app.command("item-map")
 def item_map(
     run: Annotated[str, typer.Argument(help="A finished run's directory or id.")],

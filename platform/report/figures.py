@@ -198,11 +198,11 @@ def prototypes(vectors: Mapping[str, Array], kind: str, about: About) -> Figure:
         maps, scatters = axes[: len(vectors)], axes[len(vectors) :]
     shown = None
     for (name, table), heat, plane in zip(vectors.items(), maps, scatters, strict=True):
-        table = np.asarray(table, np.float64)
-        unit = table / np.maximum(np.linalg.norm(table, axis=1, keepdims=True), 1e-12)
-        cosine = unit @ unit.T
+        cosine = cosines(table)
         shown = heat.imshow(cosine, vmin=-1, vmax=1, cmap="RdBu_r")
         heat.grid(visible=False)
+        heat.set_xlabel("prototype")
+        heat.set_ylabel("prototype")
         others = np.abs(cosine[~np.eye(len(cosine), dtype=bool)])
         told = f": mean |cos| {others.mean():.2f}, largest {others.max():.2f}" if len(cosine) > 1 else ""
         heat.set_title(f"{name}{told}", fontsize=10)
@@ -212,11 +212,19 @@ def prototypes(vectors: Mapping[str, Array], kind: str, about: About) -> Figure:
         plane.scatter(x, y, marker="*", s=90, color=COLOURS[1], edgecolors="white", linewidths=0.5)
         for index, place in enumerate(zip(x, y, strict=True)):
             plane.annotate(str(index), place, xytext=(4, 4), textcoords="offset points", fontsize=7, color=GREY)
+        plane.xaxis.set_major_locator(MaxNLocator(nbins=5))
         plane.set_xlabel("first principal component")
-        plane.set_ylabel("second")
+        plane.set_ylabel("second principal component")
     if shown is not None:
         figure.colorbar(shown, ax=maps, label="cosine", shrink=0.8)
     return figure
+
+
+def cosines(table: Array) -> Array:
+    """Cosine similarities [K, K] of the rows of [K, d]; a row of zeros has none with any."""
+    table = np.asarray(table, np.float64)
+    unit = table / np.maximum(np.linalg.norm(table, axis=1, keepdims=True), 1e-12)
+    return np.asarray(unit @ unit.T)
 
 
 def model_figures(folder: Path, domains: Sequence[str], result: Mapping[str, Any]) -> dict[str, Figure]:

@@ -1,4 +1,4 @@
-"""Maps of item vectors in the plane: t-SNE, or UMAP where it is installed, of each domain alone and of all together."""
+"""Maps of vectors that a run left: items in the plane (t-SNE, or UMAP where it is installed), similarities of prototypes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from crossfed.platform import checkpoint
 from crossfed.platform.artifacts import ArtifactStore
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.report.analyses import Analysis, about
-from crossfed.platform.report.figures import MARKERS, below, panels, styles
+from crossfed.platform.report.figures import MARKERS, About, below, cosines, panels, styles
+from crossfed.platform.report.figures import prototypes as prototype_figure
 from crossfed.platform.report.sources import Finished
 from crossfed.platform.report.tables import Column, Grid
 from crossfed.platform.run import resolve_data, stored_config
@@ -98,6 +99,49 @@ def item_map(
                 for n, v in vectors.items()
             ),
             caption=told + ".",
+            records=tuple(records),
+        ),
+    )
+
+
+def prototypes(run: Finished) -> list[Analysis]:
+    """Cosine similarities and principal components of every set of prototypes that a run exported (as in P2P-IAGR, Figure 6).
+
+    Raises:
+        CrossfedError: it exported none.
+    """
+    found: dict[str, dict[str, Array]] = {}
+    for domain in run.result["domains"]:
+        exported = run.path / "model" / f"{domain}.safetensors"
+        for key, table in (load_file(exported) if exported.is_file() else {}).items():
+            if key.endswith("_prototypes") and table.ndim == 2:
+                found.setdefault(key, {})[domain] = table
+    if not found:
+        raise CrossfedError(f"{run.origin} exported no prototypes. Models lie in the run's own directory only.")
+    return [_similarities(run, key, tables) for key, tables in found.items()]
+
+
+def _similarities(run: Finished, key: str, tables: Mapping[str, Array]) -> Analysis:
+    kind, rows, records = key.replace("_", " "), [], []
+    for domain, table in tables.items():
+        cosine = cosines(table)
+        others = np.abs(cosine[~np.eye(len(cosine), dtype=bool)])
+        rows.append((domain, str(len(table)), str(table.shape[1]), f"{others.mean():.3f}", f"{others.max():.3f}"))
+        records += [
+            {"domain": domain, "prototype": i, "other": j, "cosine": float(value)}
+            for (i, j), value in np.ndenumerate(cosine)
+        ]
+    return Analysis(
+        key,
+        prototype_figure(tables, kind, About.of(run.result)),
+        Grid(
+            title=kind.capitalize(),
+            columns=(
+                Column("domain", right=False),
+                *(Column(n) for n in ("K", "width", "mean |cos|", "largest |cos|")),
+            ),
+            rows=tuple(rows),
+            caption=f"Cosines of different prototypes. {About.of(run.result).line()}.",
             records=tuple(records),
         ),
     )

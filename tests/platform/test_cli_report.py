@@ -84,6 +84,7 @@ def test_what_an_analysis_cannot_show_is_told(out: Path) -> None:
         (["sparsity", *runs], "what train_share does: none of them has it"),
         (["utility", *runs], "None of these runs perturbs"),
         (["weights", "f0", "--out", out], "reports no aggregation weights"),
+        (["prototypes", "f0", "--out", out], "exported no prototypes"),
         (["item-map", "f0", "--out", out], "holds no item vectors 'items'"),
         (["cohorts", "nothing", "--out", out], "There is no run 'nothing'"),
     ):
@@ -93,5 +94,16 @@ def test_what_an_analysis_cannot_show_is_told(out: Path) -> None:
 
 def test_help_lists_every_analysis() -> None:
     told = call("analyse", "--help")
-    names = ("ablation", "cohorts", "sensitivity", "sparsity", "utility", "upload", "time", "weights", "item-map")
+    names = (
+        "ablation",
+        "cohorts",
+        "sensitivity",
+        "sparsity",
+        "utility",
+        "upload",
+        "time",
+        "weights",
+        "prototypes",
+        "item-map",
+    )
     assert all(re.search(rf"\b{name}\b", told) for name in names)

@@ -336,6 +336,19 @@ def test_what_no_map_can_show_is_told(mapped: Finished) -> None:
         maps.item_map(mapped, layout="pca")
 
 
+def test_prototypes(mapped: Finished) -> None:
+    """Three prototypes, two of which are opposite: |cos| of 1, 0 and 0."""
+    with pytest.raises(CrossfedError, match="f exported no prototypes"):
+        maps.prototypes(mapped)
+    table = np.array([[2.0, 0.0], [-1.0, 0.0], [0.0, 3.0]], np.float32)
+    for name in ("books", "toys"):
+        save_file({"user_prototypes": table}, mapped.path / "model" / f"{name}.safetensors")
+    [found] = maps.prototypes(mapped)
+    assert (found.name, found.grid.rows[0]) == ("user_prototypes", ("books", "3", "2", "0.333", "1.000"))
+    by = {(r["domain"], r["prototype"], r["other"]): float(r["cosine"]) for r in records(found)}
+    assert by["toys", "0", "1"] == -1 and by["toys", "0", "2"] == 0 and len(by) == 18
+
+
 def test_not_a_number_is_drawn_nowhere(tmp_path: Path) -> None:
     """A cohort without users has no bar."""
     trained = {name: np.full(60, 3) for name in ("books", "toys")}
