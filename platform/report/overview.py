@@ -52,7 +52,7 @@ def overview(
     made = datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0")
     return Page(
         title=f"{', '.join(dict.fromkeys(run.result['method'] for run in runs))} on {result['data']['name']}",
-        about=(protocol, f"{len(runs)} finished runs in {len(grouped(runs))} rows. Page made {made}."),
+        about=(protocol, f"{_many(len(runs), 'finished run')} in {_many(len(grouped(runs)), 'row')}. Page made {made}."),
         sections=(
             Section("Results", (), (found.table, *found.tests), _pictures(differences=forest)),
             _analysed("Users by activity", lambda: analyses.cohorts(runs, metric)),
@@ -65,6 +65,10 @@ def overview(
             Section("Versions", (), (_versions(runs),)),
         ),
     )
+
+
+def _many(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
 
 
 def _pictures(**figures: Any) -> tuple[tuple[str, Any], ...]:
