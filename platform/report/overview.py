@@ -52,7 +52,10 @@ def overview(
     made = datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0")
     return Page(
         title=f"{', '.join(dict.fromkeys(run.result['method'] for run in runs))} on {result['data']['name']}",
-        about=(protocol, f"{_many(len(runs), 'finished run')} in {_many(len(grouped(runs)), 'row')}. Page made {made}."),
+        about=(
+            protocol,
+            f"{_many(len(runs), 'finished run')} in {_many(len(grouped(runs)), 'row')}. Page made {made}.",
+        ),
         sections=(
             Section("Results", (), (found.table, *found.tests), _pictures(differences=forest)),
             _analysed("Users by activity", lambda: analyses.cohorts(runs, metric)),
