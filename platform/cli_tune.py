@@ -225,15 +225,15 @@ def _told(found: Any, quiet: bool = False) -> None:
 
 def _finals(summary: dict[str, Any]) -> list[str]:
     """The winner's final runs, a line per domain."""
-    lines = []
+    lines, many = [], len(summary["seeds"])
     for name, splits in summary["finals"].items():
         parts = [
             f"{split} {row['mean']:.4f}" + ("" if row["sd"] is None else f" ± {row['sd']:.4f}")
             for split, row in splits.items()
         ]
         lines.append(
-            f"final      {name}: {summary['metric']}: {', '.join(parts)}  ({len(summary['seeds'])} seeds, {summary['protocol']}, "
-            f"{summary['candidates'][name]})"
+            f"final      {name}: {summary['metric']}: {', '.join(parts)}  ({many} seed{'s' * (many > 1)}, "
+            f"{summary['protocol']}, {summary['candidates'][name]})"
         )
     return lines
 

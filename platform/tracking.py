@@ -515,8 +515,10 @@ class _State:
         if not path.is_file():
             return None
         try:
-            return cls(**json.loads(path.read_text("utf-8")))
-        except (ValueError, TypeError) as error:
+            told = json.loads(path.read_text("utf-8"))
+            told.pop("model_id", None)  # of an earlier version
+            return cls(**told)
+        except (ValueError, TypeError, AttributeError) as error:
             raise CrossfedError(f"{path} is damaged ({error}): delete it to record the run anew") from error
 
     def write(self, run_dir: Path) -> None:

@@ -24,12 +24,14 @@ from types import FrameType
 from typing import Any, Self
 
 import ray
+from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
 from pydantic import ValidationError
 from ray import tune
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import ConcurrencyLimiter, Searcher
+from sqlalchemy.exc import SQLAlchemyError
 
 from crossfed.platform import cluster, tracking
 from crossfed.platform.checkpoint import read_json, write_json
@@ -42,11 +44,12 @@ from crossfed.platform.seam import CrossfedError
 from crossfed.platform.tracking import Tracker
 from crossfed.tuning import report
 from crossfed.tuning.figures import save_figures
-from crossfed.tuning.study import QUALITY, STUDY, Search, Study, differences, quality, total_rounds
+from crossfed.tuning.study import QUALITY, STUDY, Search, Study, differences, quality, reason, total_rounds
 from crossfed.tuning.trial import STOPPED, FederationTrial
 
 SUMMARY = "study.json"
 TIME_IS_UP = "time budget"
+UNKEPT = (OSError, SQLAlchemyError, StorageInternalError)
 
 # read by Tune when a search starts
 _TUNE = {
@@ -142,6 +145,7 @@ class Desk:
     Attributes:
         halt: why everything shall stop, once it shall.
         latest: number -> the facts last reported.
+        problem: why the books can no longer be kept, once they cannot.
     """
 
     study: Study
@@ -154,6 +158,16 @@ class Desk:
     pruned: set[int] = field(default_factory=set)
     deadline: float | None = None
     since: float = 0.0
+    problem: Exception | None = None
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """End everything where the books cannot be kept. Tune would take it for a trial's failure, or die of it."""
+        try:
+            yield
+        except Exception as error:  # raised again once all has stopped
+            self.problem = self.problem or error
+            self.halt = self.halt or "the study's records could not be written"
 
     def next(self) -> dict[str, Any] | None:
         """The next trial's Tune configuration."""
@@ -364,7 +378,10 @@ class _Ask(_Unsaved, Searcher):  # type: ignore[misc]
         self.desk = desk
 
     def suggest(self, trial_id: str) -> Any:
-        return self.desk.next() or Searcher.FINISHED
+        found = None
+        with self.desk.keeping():
+            found = self.desk.next()
+        return found or Searcher.FINISHED
 
     def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
         return
@@ -381,10 +398,14 @@ class _Judge(_Unsaved, FIFOScheduler):  # type: ignore[misc]
         self.desk = desk
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: Mapping[str, Any]) -> str:
-        return self.STOP if self.desk.judge(trial, result) else self.CONTINUE
+        stop = False
+        with self.desk.keeping():
+            stop = self.desk.judge(trial, result)
+        return self.STOP if stop else self.CONTINUE
 
     def on_trial_complete(self, tune_controller: Any, trial: Trial, result: Mapping[str, Any]) -> None:
-        self.desk.close(trial, result)
+        with self.desk.keeping():
+            self.desk.close(trial, result)
 
 
 class _Lost(_Unsaved, tune.Callback):  # type: ignore[misc]
@@ -394,7 +415,8 @@ class _Lost(_Unsaved, tune.Callback):  # type: ignore[misc]
         self.desk = desk
 
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        self.desk.lost(trial, _cause(trial))
+        with self.desk.keeping():
+            self.desk.lost(trial, _cause(trial))
 
 
 class _Halt(_Unsaved, tune.Stopper):  # type: ignore[misc]
@@ -476,8 +498,8 @@ def _fit(desk: Desk, count: int, artifacts: Artifacts, finish: Finish | None, si
     """Run up to `count` trials from a desk.
 
     Raises:
-        CrossfedError: the study's storage or disk took no more.
         KeyboardInterrupt: the user ended it; what was committed stays.
+        Exception: the study's storage or disk took no more.
     """
     placed, folder = desk.slots, desk.study.folder
     trainable = tune.with_parameters(FederationTrial, artifacts=dict(artifacts), finish=finish)
@@ -508,7 +530,10 @@ def _fit(desk: Desk, count: int, artifacts: Artifacts, finish: Finish | None, si
             tuner.fit()
     finally:
         signals.desk = None
-        desk.stopped()
+        with desk.keeping():
+            desk.stopped()
+    if desk.problem is not None:
+        raise desk.problem
     shutil.rmtree(folder / ".tune", ignore_errors=True)  # Tune's own state, which nothing here reads
     if desk.halt == "interrupted":
         raise KeyboardInterrupt
@@ -534,7 +559,7 @@ def start(search: Search, base: RunConfig, *, finish: Finish | None = None, view
     try:
         return go_on(study, finish=finish, view=view)
     except CrossfedError:
-        with contextlib.suppress(CrossfedError), study.locked():
+        with contextlib.suppress(CrossfedError, *UNKEPT), study.locked():
             if not study.begun():  # refused, for instance by the cluster's size: its name stays free
                 study.discard()
         raise
@@ -547,7 +572,9 @@ def check(search: Search, base: RunConfig) -> tuple[RunConfig, PreparedData]:
         CrossfedError: the data, the space, an objective or the tracker's address is not possible.
     """
     if base.mirror is not None:
-        raise CrossfedError("A study is kept in a folder, not at a URI: give --out a local or shared folder, and no mirror.")
+        raise CrossfedError(
+            "A study is kept in a folder, not at a URI: give --out a local or shared folder, and no mirror."
+        )
     data = PreparedData.open(resolve_data(base))
     domains = chosen_domains(base, data)
     for name in search.objectives:
@@ -585,7 +612,7 @@ def go_on(study: Study, *, more: int = 0, finish: Finish | None = None, view: Pr
             "restore that data or start another study."
         )
     began = time.monotonic()
-    with study.locked(), view:
+    with study.locked(), view, _kept(study):
         joined = cluster.connect(base.resources)
         try:
             with _Interruptible(view.warn) as signals:
@@ -610,6 +637,18 @@ def go_on(study: Study, *, more: int = 0, finish: Finish | None = None, view: Pr
             if joined:
                 ray.shutdown()
     return Found(study, summary)
+
+
+@contextlib.contextmanager
+def _kept(study: Study) -> Iterator[None]:
+    """Tell in a sentence where a storage or a disk takes no more."""
+    try:
+        yield
+    except UNKEPT as error:
+        raise CrossfedError(
+            f"The study stopped, because its records could not be kept: {reason(error)}; what was committed stays: make room "
+            f"or bring the storage back, then run crossfed tune resume {study.folder}."
+        ) from error
 
 
 def _search(desk: Desk, artifacts: Artifacts, signals: _Interruptible) -> None:

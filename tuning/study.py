@@ -515,9 +515,9 @@ class Study:
         return bool(self.trials()[number].intermediate_values)
 
     def _close(self, number: int, status: str, facts: Mapping[str, Any]) -> None:
-        trial = self.active.pop(number)
         for key, value in {"status": status, **facts}.items():
-            trial.set_user_attr(key, value)
+            self.active[number].set_user_attr(key, value)
+        del self.active[number]  # once it is written: where it cannot be, the trial is still open
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -541,8 +541,13 @@ def _absolute(storage: str) -> str:
 
 def _unusable(storage: str, error: Exception) -> CrossfedError:
     """One line for what a data base says, without the password in its address."""
-    line = next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__).rstrip(".")
-    return CrossfedError(f"The storage {redact(storage)} cannot be used: {line.replace(storage, redact(storage))}.")
+    told = reason(error).replace(storage, redact(storage))
+    return CrossfedError(f"The storage {redact(storage)} cannot be used: {told}.")
+
+
+def reason(error: Exception) -> str:
+    """The first line of what went wrong; Optuna's own sentence about a data base's is left out."""
+    return next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__).rstrip(".")
 
 
 def find_study(name: str, out: Path) -> Path:

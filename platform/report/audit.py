@@ -108,11 +108,11 @@ def crossed(config: RunConfig, ledger: Sequence[Mapping[str, Any]], account: Map
     fields = config.resolved.fields
     found: dict[tuple[Any, ...], list[str]] = {}
     for (direction, stage), part in frame.groupby(["direction", "stage"], sort=False):
-        covering = {key: declared(fields, key, Direction(direction)) for key in part["key"].unique()}
+        covering = {key: declared(fields, key, Direction(str(direction))) for key in part["key"].unique()}
         part = part.assign(field=part["key"].map({key: field.key for key, field in covering.items() if field}))
         for (name, domain), rows in part.groupby(["field", "domain"], sort=False):
             field = next(field for field in fields if field.key == name and field.direction == direction)
-            record = _record(field, rows) | {"left": _perturbed(rows, stage, str(direction), account)}
+            record = _record(field, rows) | {"left": _perturbed(rows, str(stage), str(direction), account)}
             found.setdefault((direction, stage, *record.items()), []).append(str(domain))
     records = [
         {"domains": ", ".join(names), "direction": direction, "stage": stage, **dict(items)}

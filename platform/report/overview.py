@@ -221,8 +221,10 @@ def _ledger(run: Finished) -> list[dict[str, Any]]:
     file = run.path / "ledger.parquet"
     if not file.is_file():
         raise CrossfedError(f"{run.origin} holds no ledger.")
-    rows = pd.read_parquet(file).to_dict("records")
-    return [{str(key): value for key, value in row.items()} | {"shape": [int(n) for n in row["shape"]]} for row in rows]
+    records = pd.read_parquet(file).to_dict("records")
+    return [
+        {str(key): value for key, value in row.items()} | {"shape": [int(n) for n in row["shape"]]} for row in records
+    ]
 
 
 def _privacy(runs: Sequence[Finished]) -> tuple[tuple[str, ...], tuple[Grid, ...]]:

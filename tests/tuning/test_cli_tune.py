@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from optuna.exceptions import StorageInternalError
+from ray.tune.search import Searcher
 
 from crossfed.platform import cli
 from crossfed.platform.config import build
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.seam import CrossfedError
 from crossfed.tuning import search as searching
-from crossfed.tuning.search import check, go_on, start, tune_all
+from crossfed.tuning.search import Desk, _Ask, _Halt, _Judge, _kept, check, go_on, slots, start, tune_all
 from crossfed.tuning.study import Search, Study
 
 SPACE = ["--search", "step={low: 0.1, high: 1.0}"]
@@ -127,6 +131,41 @@ def test_a_study_stays_on_the_data_it_was_started_on(shops: Path, tmp_path: Path
     now = PreparedData.open(shops).fingerprint[:12]
     with pytest.raises(CrossfedError, match=f"was started on data 000000000000, but .* is now {now}"):
         go_on(study)
+
+
+def test_a_storage_that_takes_no_more_ends_the_search_in_a_sentence(
+    shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Tune would take for the failure of a trial, or die of: each of its calls ends the search instead."""
+    study = study_on(shops, tmp_path)
+    parent: Any = SimpleNamespace(run_id=None)
+    desk = Desk(study, slots(study.base, ("server", "books"), 1, []), parent, print, None)
+    asked = _Ask(desk).suggest("a")
+
+    class Told:
+        config = asked
+
+    def broken(*_: object, **__: object) -> None:
+        raise StorageInternalError("invalid data") from OSError("database or disk is full\nSQL: …")
+
+    with monkeypatch.context() as context:
+        context.setattr("optuna.Study.tell", broken)
+        context.setattr("optuna.Trial.report", broken)
+        facts = json.dumps({"domains": {"books": 0.1}, "rounds": 4, "bytes_up": 1, "seconds": 1.0})
+        for call in (
+            lambda: _Judge(desk).on_trial_result(None, Told, {"step": 1, "facts": facts}),  # type: ignore[arg-type]
+            lambda: _Judge(desk).on_trial_complete(None, Told, {"over": True, "facts": facts}),  # type: ignore[arg-type]
+        ):
+            desk.halt, desk.problem = None, None
+            call()
+            assert isinstance(desk.problem, StorageInternalError)
+            assert _Halt(desk).stop_all() and _Ask(desk).suggest("b") == Searcher.FINISHED
+    with (
+        pytest.raises(CrossfedError, match=r"could not be kept: database or disk is full; .* resume .*/s\.$"),
+        _kept(study),
+    ):
+        raise desk.problem
+    assert Study.open(study.folder).left() == 2  # the trial is open still
 
 
 def test_studies_of_several_methods_are_checked_before_the_first_begins(

@@ -257,6 +257,22 @@ def test_a_trial_without_a_number_is_no_finished_one(tmp_path: Path) -> None:
     assert study.optuna.trials[0].state == TrialState.FAIL
 
 
+def test_a_trial_whose_end_cannot_be_written_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = make(tmp_path)
+    task = study.next()
+    assert task is not None
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr("optuna.Trial.set_user_attr", full)
+        with pytest.raises(OSError, match="No space left"):
+            study.finish(task.number, FACTS)
+    study.finish(task.number, FACTS)
+    assert study.optuna.trials[0].state == TrialState.COMPLETE
+
+
 def test_the_time_budget_counts_over_processes_and_anew_for_more_trials(tmp_path: Path) -> None:
     study = make(tmp_path, trials=100, time_budget=60.0)
     first, second = study.next(), study.next()
