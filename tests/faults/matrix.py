@@ -44,7 +44,7 @@ DOMAINS = ("books", "films", "games")
 FEDERATED = tuple(name for name in METHODS if find_method(name).scope == Scope.FEDERATED)
 SETTINGS = (
     "resources.cpus_per_domain=1", "resources.cpus_server=1", "resources.placement=SPREAD", "resources.round_timeout=120",
-    "resources.start_timeout=180", "tracking.artifacts=false",
+    "resources.start_timeout=600", "tracking.artifacts=false",
 )  # fmt: skip
 KINDS = ("kill a domain", f"kill {SERVER}", f"remove machine of {DOMAINS[0]}", "kill driver")
 LIMIT = 480
