@@ -134,7 +134,7 @@ def grace_rounds(search: Search, config: RunConfig) -> int:
     rounds = [stage.rounds for stage in config.resolved.stages(config.method_config()) if stage.rounds]
     if len(rounds) > 1:
         return rounds[0] + 1
-    return max(1, -(-sum(rounds) // search.reduction**3))
+    return max(1, -(-trial_rounds(search, config) // search.reduction**3))
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

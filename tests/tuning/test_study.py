@@ -173,6 +173,7 @@ def test_the_grace_period_covers_the_first_of_several_stages(tmp_path: Path) -> 
     two, one = base(tmp_path, "toys:TWO_STAGES"), base(tmp_path, "toys:AVERAGE", "rounds=16")
     assert (total_rounds(two), grace_rounds(Search(name="s"), two)) == (16, 5)
     assert grace_rounds(Search(name="s", reduction=2), one) == 2
+    assert grace_rounds(Search(name="s", max_rounds=8), one) == 1  # an eighth of a trial's rounds, not of a full run's
     assert grace_rounds(Search(name="s", grace=7), two) == 7
 
 
