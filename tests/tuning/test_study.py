@@ -270,8 +270,9 @@ def test_a_trial_whose_end_cannot_be_written_stays_open(tmp_path: Path, monkeypa
         context.setattr("optuna.Trial.set_user_attr", full)
         with pytest.raises(OSError, match="No space left"):
             study.finish(task.number, FACTS)
+    assert task.number in study.active
     study.finish(task.number, FACTS)
-    assert study.optuna.trials[0].state == TrialState.COMPLETE
+    assert study.optuna.trials[0].state == TrialState.COMPLETE and not study.active
 
 
 def test_the_time_budget_counts_over_processes_and_anew_for_more_trials(tmp_path: Path) -> None:
