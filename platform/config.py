@@ -154,6 +154,12 @@ class Resources(Settings):
     )
     max_restarts: int = Field(2, ge=0, description="how often lost nodes are restarted from the last committed round")
 
+    def without_ray(self) -> list[str]:
+        """The settings, other than by default, that do nothing in a run in one process."""
+        used = {"device", "threads", "gpus_per_domain", "max_message_mb"}
+        fields = type(self).model_fields
+        return [name for name in fields if name not in used and getattr(self, name) != fields[name].get_default()]
+
 
 class Privacy(Settings):
     """How perturbed releases are counted, and when a run has to stop. Only for methods that declare releases."""

@@ -72,10 +72,12 @@ def test_a_run_writes_everything_it_promises(call, shops: Path, tmp_path: Path) 
 def test_per_user_files_hold_rows_not_ids(call, shops: Path, tmp_path: Path) -> None:
     import pandas as pd
 
-    code, out, _ = call(
-        "run", "lightgcn", *SMALL, "--set", "epochs=2", "--data", shops, "--out", tmp_path, "--backend", "inprocess"
-    )
+    code, out, err = call(
+        "run", "lightgcn", *SMALL, "--set", "epochs=2", "--data", shops, "--out", tmp_path, "--backend", "inprocess",
+        "--set", "resources.gpu_memory_fraction=0.5",
+    )  # fmt: skip
     assert code == 0
+    assert "In one process resources.gpu_memory_fraction does nothing." in out + err
     run_dir = Path(out.strip().splitlines()[-1]).parent
     table = pd.read_parquet(run_dir / "per_user" / "films.test.parquet")
     assert table["user"].dtype.kind == "i" and table["user"].between(0, 49).all()

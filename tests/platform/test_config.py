@@ -163,3 +163,9 @@ def test_numbers_are_numbers_of_a_size_that_can_be_used(text: str, words: str) -
 
 def test_true_and_false_stay_where_they_are_meant() -> None:
     assert build("fedcrf", sets=["tracking.enabled=false", "evaluation.audit=true"]).evaluation.audit is True
+
+
+def test_resources_that_do_nothing_in_one_process_are_known() -> None:
+    assert build("fedcrf").resources.without_ray() == []
+    sets = ["resources.gpu_memory_fraction=0.5", "resources.placement=SPREAD", "resources.threads=2", "resources.device=cpu"]
+    assert build("fedcrf", sets=sets).resources.without_ray() == ["gpu_memory_fraction", "placement"]
