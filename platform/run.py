@@ -156,7 +156,9 @@ def run_federation(
             + ([f"control    {config.control}: no node receives what it was sent"] if config.control != "none" else []),
         )
         if config.backend == "inprocess" and (idle := config.resources.without_ray()):
-            view.warn(f"In one process resources.{', resources.'.join(idle)} {'does' if len(idle) == 1 else 'do'} nothing.")
+            view.warn(
+                f"In one process resources.{', resources.'.join(idle)} {'does' if len(idle) == 1 else 'do'} nothing."
+            )
         mirror = _mirror(config, run_dir, view)
         tracker = _track(config, run_dir, data, domains, resume is not None, view)
         try:
