@@ -156,9 +156,10 @@ def figures(
     run: Annotated[str, typer.Argument(help="A finished run's directory or id.")],
     out: Out = RUNS,
 ) -> None:
-    """Draw a run's figures again into its folder: curves, losses, bytes, prototypes."""
+    """Draw a run's figures again into its folder: curves, losses, diagnostics, bytes, cohorts, weights, prototypes."""
     from crossfed.platform.privacy import read_lines
     from crossfed.platform.report import figures
+    from crossfed.platform.report.own import run_analyses
     from crossfed.platform.report.sources import read_result
     from crossfed.platform.run import RESULT, find_run
 
@@ -168,6 +169,7 @@ def figures(
     result = read_result(run_dir / RESULT)
     drawn = figures.run_figures(read_lines(run_dir / "history.jsonl"), result)
     drawn |= figures.model_figures(run_dir / "model", list(result["domains"]), result)
+    drawn |= run_analyses(run_dir)
     for name, figure in drawn.items():
         typer.echo(figures.save(figure, run_dir / "figures" / f"{name}.png"))
 

@@ -493,7 +493,10 @@ def _artifacts(
         tracker.artifact(run_dir / file)
     if (run_dir / "per_user").is_dir():
         tracker.artifact(run_dir / "per_user", "per_user")
+    from crossfed.platform.report.own import run_analyses  # reads finished runs, for which it imports this module
+
     drawn = figures.run_figures(history, result) | figures.model_figures(run_dir / "model", plan.domains, result)
+    drawn |= run_analyses(run_dir) if history else {}
     for name, figure in drawn.items():
         tracker.figure(figure, name)
     for name in plan.domains:

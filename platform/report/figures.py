@@ -77,6 +77,8 @@ def run_figures(history: History, result: Mapping[str, Any]) -> dict[str, Figure
     found = {
         "validation": validation_curves(history, about, selected),
         "losses": loss_curves(history, about),
+        "diagnostics": diagnostics(history, about),
+        "codebook": codebook_use(told, about) if (told := result.get("tokeniser")) else None,
         "bytes": bytes_per_round(history, about),
     }
     return {name: figure for name, figure in found.items() if figure is not None}
@@ -129,17 +131,41 @@ def validation_curves(
 
 
 def loss_curves(history: History, about: About) -> Figure | None:
-    """What the steps reported (losses above all) against rounds: one panel per name, one line per node.
+    """The losses that the steps reported against rounds: one panel per name, one line per node.
 
     Returns:
-        The figure, or None when the steps reported nothing.
+        The figure, or None when the steps reported none.
     """
     recorded = _series(history, "train")
-    names = sorted({name for _, name in recorded}, key=lambda n: (n != "loss", "loss" not in n, n))[:9]
+    names = sorted({name for _, name in recorded if "loss" in name}, key=lambda name: (name != "loss", name))
+    return _reported(history, recorded, names[:9], "Training", about)
+
+
+def diagnostics(history: History, about: About) -> Figure | None:
+    """What else the steps reported (gates, use of experts …) against rounds, as `loss_curves`.
+
+    Values of pairs of domains, `weight_…` and `cosine_…`, are left to heat maps.
+
+    Returns:
+        The figure, or None when there is nothing.
+    """
+    recorded = _series(history, "train")
+    apart = ("weight_", "cosine_", "seconds")
+    names = sorted({name for _, name in recorded if "loss" not in name and not name.startswith(apart)})
+    return _reported(history, recorded, names[:9], "Diagnostics", about)
+
+
+def _reported(
+    history: History,
+    recorded: Mapping[tuple[str, str], tuple[Array, Array]],
+    names: Sequence[str],
+    title: str,
+    about: About,
+) -> Figure | None:
     if not names:
         return None
-    figure, axes = _grid(len(names), "Training", about)
-    style = styles(node for node, _ in recorded)
+    figure, axes = _grid(len(names), title, about)
+    style = styles(node for node, name in recorded if name in names)
     for axis, name in zip(axes, names, strict=True):
         lines = {node: s for (node, n), s in recorded.items() if n == name}
         for node, (steps, values) in lines.items():
@@ -150,6 +176,27 @@ def loss_curves(history: History, about: About) -> Figure | None:
         _stages(axis, history)
         axis.set_ylabel(name.replace("_", " "))
     _legend(figure, style, {n: n for n in style})
+    return figure
+
+
+def codebook_use(tokeniser: Mapping[str, Any], about: About) -> Figure:
+    """How semantic IDs use their codebooks: perplexity and dead codes per level, and colliding items per domain.
+
+    Args:
+        tokeniser: a run's `result["tokeniser"]`.
+    """
+    figure, axes = panels(3, "Semantic IDs", about.line(), 3.6)
+    levels = np.arange(1, tokeniser["levels"] + 1)
+    for axis, key, label in ((axes[0], "perplexity", "perplexity"), (axes[1], "dead_codes", "codes without an item")):
+        axis.bar(levels, tokeniser[key], color=COLOURS[0], width=0.6)
+        axis.set_xticks(levels)
+        axis.set_xlabel("level")
+        axis.set_ylabel(f"{label}, of {tokeniser['codebook']} codes")
+        axis.set_ylim(0, tokeniser["codebook"])
+    rates = tokeniser["collision_rate"]
+    axes[2].bar(range(len(rates)), [100 * rate for rate in rates.values()], color=COLOURS[1], width=0.6)
+    axes[2].set_xticks(range(len(rates)), list(rates), rotation=20 if sum(map(len, rates)) > 30 else 0)
+    axes[2].set_ylabel("items that share an ID, %")
     return figure
 
 

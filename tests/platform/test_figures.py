@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 from crossfed.platform.report.figures import (
     About,
     bytes_per_round,
+    codebook_use,
+    diagnostics,
     loss_curves,
     model_figures,
     pretty,
@@ -102,10 +104,27 @@ def test_rounds_without_evaluation_are_left_out() -> None:
     assert list(axis.lines[0].get_xdata()) == [1, 3, 3.5, 4, 5, 6]
 
 
-def test_loss_curves_have_one_panel_per_name_and_a_log_axis_for_a_wide_range() -> None:
-    figure = loss_curves(history(), ABOUT)
-    assert figure is not None
-    assert [(a.get_ylabel(), a.get_yscale()) for a in figure.axes] == [("loss", "linear"), ("moved", "log")]
+def test_losses_and_diagnostics_have_one_panel_per_name_and_a_log_axis_for_a_wide_range() -> None:
+    rows = history()
+    for row in rows:
+        row["metrics"] |= {"train/server/weight_A_B": 0.5, "train/A/loss_sid": 2.0}
+    losses, others = loss_curves(rows, ABOUT), diagnostics(rows, ABOUT)
+    assert losses is not None and others is not None
+    assert [(a.get_ylabel(), a.get_yscale()) for a in losses.axes] == [("loss", "linear"), ("loss sid", "linear")]
+    assert [(a.get_ylabel(), a.get_yscale()) for a in others.axes] == [("moved", "log")]
+    assert diagnostics(history()[:0], ABOUT) is None
+
+
+def test_the_use_of_codebooks_per_level_and_domain() -> None:
+    told = {
+        "levels": 2,
+        "codebook": 8,
+        "perplexity": [6.0, 5.0],
+        "dead_codes": [0, 1],
+        "collision_rate": {"A": 0.25, "B": 0.5},
+    }
+    figure = codebook_use(told, ABOUT)
+    assert [[p.get_height() for p in axis.patches] for axis in figure.axes] == [[6.0, 5.0], [0.0, 1.0], [25.0, 50.0]]
 
 
 def test_bytes_per_round_counts_all() -> None:
