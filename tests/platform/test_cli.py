@@ -109,6 +109,8 @@ def test_what_a_run_logs_in_mlflow(call, shops: Path, tmp_path: Path) -> None:
     assert len(run.inputs.dataset_inputs) == 3
     top = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
     assert {"config.yaml", "result.json", "placement.json", "ledger.parquet", "data.json", "figures", "per_user"} <= top
+    drawn = {Path(artifact.path).stem for artifact in client.list_artifacts(run.info.run_id, "figures")}
+    assert drawn == {"validation", "losses", "diagnostics", "bytes", "upload", "cohorts"}
 
 
 def test_killed_with_sigkill_and_resumed_equals_uninterrupted(call, shops: Path, tmp_path: Path) -> None:
