@@ -909,7 +909,7 @@ def _sqlite_path(uri: str) -> Path | None:
 def _words(error: BaseException) -> str:
     """An exception as a short clause."""
     name = type(error).__name__
-    if "Timeout" in name:
+    if "Timeout" in name or "timed out" in str(error):  # MLflow's client makes its own exception of a timeout
         return "no answer in time"
     if "ConnectionError" in name or isinstance(error, ConnectionRefusedError) or "Connection refused" in str(error):
         return "connection refused"

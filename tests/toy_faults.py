@@ -1,4 +1,8 @@
-"""A toy average whose first domain falls silent once, in its second round: the marker file remembers that it has happened."""
+"""Toy averages for faults.
+
+`SILENT_ONCE`: its first domain falls silent once, in its second round; the marker file remembers that it has happened.
+`HELD`: every domain waits in its third round until the marker file is there.
+"""
 
 from __future__ import annotations
 
@@ -25,5 +29,18 @@ def _silent_once(state: Toy, inbox: Mapping, ctx: Context) -> Out:
 SILENT_ONCE = _method(
     "silent_once",
     lambda c: (Stage("mean", c.rounds, (Phase(_silent_once), Phase(average, "server"), Phase(adopt)), edges=STAR),),
+    (X_UP, X_DOWN),
+)
+
+
+def _held(state: Toy, inbox: Mapping, ctx: Context) -> Out:
+    while ctx.round == 3 and not Path(state.config.marker).exists():
+        time.sleep(0.1)
+    return upload(state, inbox, ctx)
+
+
+HELD = _method(
+    "held",
+    lambda c: (Stage("mean", c.rounds, (Phase(_held), Phase(average, "server"), Phase(adopt)), edges=STAR),),
     (X_UP, X_DOWN),
 )

@@ -21,6 +21,7 @@ import pytest
 import requests
 from matplotlib.figure import Figure
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
 from crossfed.platform import tracking
 from crossfed.platform.seam import CrossfedError
@@ -569,6 +570,18 @@ def test_require_refuses_to_start_without_the_server(tmp_path: Path) -> None:
     with pytest.raises(CrossfedError, match=f"127.0.0.1:{port} is out of reach .connection refused"):
         start(tmp_path / "run", uri=f"http://127.0.0.1:{port}", require=True)
     assert time.monotonic() - began < 8
+
+
+def test_a_clients_time_out_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that falls silent after it was found there: the client's own words are a page of addresses."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(8)
+        with pytest.raises(MlflowException) as caught:
+            MlflowClient(tracking_uri=f"http://127.0.0.1:{listener.getsockname()[1]}").get_experiment("0")
+    assert tracking._words(caught.value) == "no answer in time"
 
 
 def test_a_server_that_never_answers_costs_seconds(tmp_path: Path) -> None:
