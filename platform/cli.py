@@ -18,6 +18,7 @@ from rich.table import Table
 from crossfed.platform import cli_report
 from crossfed.platform.cli_audit import audit
 from crossfed.platform.cli_cluster import cluster_app, doctor, submit
+from crossfed.platform.cli_evaluate import evaluate
 from crossfed.platform.cli_recommend import recommend
 from crossfed.platform.cli_tune import tune_all, tune_app
 from crossfed.platform.seam import CrossfedError, Release, Scope
@@ -41,6 +42,7 @@ app.command()(submit)
 app.add_typer(cli_report.analyse_app, name="analyse")
 app.command("tune-all")(tune_all)
 app.command("audit")(audit)
+app.command("evaluate")(evaluate)
 app.command("compare")(cli_report.compare)
 app.command("report")(cli_report.report)
 app.command("figures")(cli_report.figures)

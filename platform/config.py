@@ -177,6 +177,16 @@ class Privacy(Settings):
     )
 
 
+class Evaluated(Settings):
+    """The finished run whose selected model is measured again. Written by `crossfed evaluate`; such a run trains nothing."""
+
+    run: str = Field(description="name of its directory")
+    protocol: str = Field(description="the protocol under which `evaluation.select` selected its model")
+    ranking: dict[str, Any] = Field(
+        default_factory=dict, description="the method's keys that were otherwise then, with their values of then"
+    )
+
+
 class RunConfig(Settings):
     """One federated run."""
 
@@ -203,6 +213,9 @@ class RunConfig(Settings):
         None, description="URI (s3://bucket/prefix …) to which every commit and the results are copied as well"
     )
     checkpoint_every: PositiveInt = Field(1, description="rounds between two committed checkpoints")
+    evaluated: Evaluated | None = Field(
+        None, description="written by `crossfed evaluate`: whose model is measured again"
+    )
 
     @field_validator("mirror")
     @classmethod
@@ -231,6 +244,10 @@ class RunConfig(Settings):
             del told["privacy"]
         if self.control == "none":
             del told["control"]
+        if self.evaluated is None:
+            del told["evaluated"]
+        else:
+            del told["evaluated"]["run"]  # a name changes no number
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
 
     def to_yaml(self) -> str:
@@ -258,7 +275,8 @@ def first_error(error: ValidationError, where: str, model: type[BaseModel]) -> C
         parent = first["loc"][:-1]
         scope: Any = model
         for part in parent:
-            scope = scope.model_fields[str(part)].annotation
+            kind = scope.model_fields[str(part)].annotation
+            scope = next(one for one in (kind, *typing.get_args(kind)) if hasattr(one, "model_fields"))
         return CrossfedError(f"{where}: unknown key {key!r}{nearest(str(first['loc'][-1]), scope.model_fields)}")
     if first["type"] == "missing":
         return CrossfedError(f"{where}: {key} is missing.")
@@ -370,7 +388,9 @@ def build(
     own: dict[str, Any] = {**shipped.get("config", {}), **presets.get(preset, {}), **(raw.get("config") or {})}
 
     own_fields = found.Config.model_fields
-    run_keys = {key: kind for key, kind in _leaves(RunConfig).items() if key not in ("config", "method", "preset")}
+    run_keys = {
+        key: kind for key, kind in _leaves(RunConfig).items() if key not in ("config", "method", "preset", "evaluated")
+    }
     for text in sets:
         key, equals, value = text.partition("=")
         key = key.strip().removeprefix("config.")

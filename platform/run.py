@@ -32,6 +32,7 @@ from crossfed.platform.config import RunConfig, build
 from crossfed.platform.controls import blame, check_control
 from crossfed.platform.data import synthetic
 from crossfed.platform.data.store import PreparedData
+from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.nodes import Artifacts, InProcess, Measured, NodeLost, Nodes, Plan
 from crossfed.platform.progress import Progress, SummaryRow, make_progress
 from crossfed.platform.report import figures
@@ -43,7 +44,9 @@ from crossfed.platform.tracking import DatasetInput, Status, Tracker
 Finish = Callable[[Plan, Nodes], Mapping[str, Measured]]
 """What runs on the selected state before the nodes end: `evaluation.final.test_once` from the command line."""
 
-CONFIG, RESULT = "config.yaml", "result.json"
+CONFIG, DATA, RESULT = "config.yaml", "data.json", "result.json"
+TRAINED = "trained.json"
+"""Where a model is measured again: the `result.json` of the run that trained it."""
 TRACKED = "mlflow_run_id"
 
 
@@ -133,6 +136,11 @@ def run_federation(
     shown, view = view is not None, view or make_progress("quiet")
     method = config.resolved
     check_control(method, config.control)
+    if resume is None and config.evaluated is not None:
+        raise CrossfedError(
+            f"This configuration is of a run that measured {config.evaluated.run} again and trains nothing: use "
+            f"crossfed evaluate, or take the block `evaluated` out."
+        )
     data = PreparedData.open(resolve_data(config))
     domains = chosen_domains(config, data)
     data.verify()
@@ -141,7 +149,7 @@ def run_federation(
         started(run_dir)
     plan = Plan(config, data.path.absolute(), domains, run_dir.absolute(), default_root().absolute())
     with _locked(run_dir), view:
-        _guard(run_dir, config, data, domains)
+        guard(run_dir, config, data, domains)
         if resume is not None and config.data != stored_config(run_dir).data:
             write_text(run_dir / CONFIG, config.to_yaml())
         synthetic = "synthetic " if data.synthetic else ""
@@ -149,7 +157,7 @@ def run_federation(
             f"{method.title}: {run_dir.name}",
             [
                 f"data       {synthetic}{data.path.name}: {', '.join(domains)}",
-                f"protocol   {config.evaluation.protocol}, selecting on validation {config.evaluation.select}",
+                f"protocol   {config.evaluation.protocol}, {_selecting(config)}",
                 f"seed       {config.seed}   configuration {config.hash()}   back end {config.backend}",
                 f"directory  {run_dir}",
             ]
@@ -178,6 +186,14 @@ def run_federation(
     return RunResult(result["run_id"], run_dir, result)
 
 
+def _selecting(config: RunConfig) -> str:
+    """What selects, in words."""
+    told = config.evaluated
+    if told is None:
+        return f"selecting on validation {config.evaluation.select}"
+    return f"measuring what validation {config.evaluation.select} under {told.protocol} selected in {told.run}"
+
+
 def _ended(error: BaseException) -> tuple[Status, str, str]:
     """How the tracker records the end of a run that raised: status, reason, outcome."""
     if isinstance(error, Stopped):
@@ -187,13 +203,17 @@ def _ended(error: BaseException) -> tuple[Status, str, str]:
     return "FAILED", str(error) or type(error).__name__, "failed"
 
 
+def run_name(config: RunConfig) -> str:
+    """A new name for a run: method, control, seed, the protocol of a second measurement, time."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    method = re.sub(r"[^A-Za-z0-9]+", "_", config.method)
+    control = "" if config.control == "none" else f"-{config.control}"
+    again = "" if config.evaluated is None else f"-{config.evaluation.protocol}"
+    return f"{method}{control}-s{config.seed}{again}-{stamp}-{secrets.token_hex(2)}"
+
+
 def _new_directory(config: RunConfig, data: PreparedData, name: str | None) -> Path:
-    if name is None:
-        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        method = re.sub(r"[^A-Za-z0-9]+", "_", config.method)
-        control = "" if config.control == "none" else f"-{config.control}"
-        name = f"{method}{control}-s{config.seed}-{stamp}-{secrets.token_hex(2)}"
-    run_dir = config.out / name
+    run_dir = config.out / (name or run_name(config))
     try:
         run_dir.mkdir(parents=True)
         # the data directory is written out in full, so that a resumed run does not depend on where it is started
@@ -217,9 +237,13 @@ def _locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def _guard(run_dir: Path, config: RunConfig, data: PreparedData, domains: tuple[str, ...]) -> None:
-    """A resumed run must have the data, the configuration and the seed it was started with."""
-    path = run_dir / "data.json"
+def guard(run_dir: Path, config: RunConfig, data: PreparedData, domains: tuple[str, ...]) -> None:
+    """A resumed run must have the data, the configuration and the seed it was started with.
+
+    Raises:
+        CrossfedError: it does not; what differs.
+    """
+    path = run_dir / DATA
     told = {
         "fingerprint": data.fingerprint,
         "config_hash": config.hash(),
@@ -378,7 +402,10 @@ def _run(
         while True:
             try:
                 nodes.start(plan, artifacts)
-                if rounds.restore():
+                there = rounds.restore()
+                if config.evaluated is not None:
+                    _check_trained(rounds, config.evaluated.run)
+                elif there:
                     view.note(f"continuing after round {rounds.progress.step} of the run")
                 placement = nodes.placement()
                 write_json(plan.run_dir / "placement.json", placement)
@@ -435,6 +462,8 @@ def _run(
         },
         "bytes": _bytes(ledger, plan.domains),
         "privacy": rounds.accountant.report(rounds.ledger.rows(), rounds.progress.budget_stops),
+    } | ({"tokeniser": sids} if sids else {})
+    executed: dict[str, Any] = {
         "seconds": {
             "total": ended - began,
             "encode": encode,
@@ -445,11 +474,25 @@ def _run(
         "placement": placement,
         "backend": config.backend,
         "versions": {name: importlib.metadata.version(name) for name in ("crossfed", "torch", "ray", "numpy")},
-    } | ({"tokeniser": sids} if sids else {})
+    }
+    if config.evaluated is not None:
+        trained = read_json(plan.run_dir / TRAINED)
+        result["evaluated"] = config.evaluated.model_dump(mode="json") | executed
+        executed = {key: trained[key] for key in executed if key in trained}
+    result |= executed
     write_json(plan.run_dir / RESULT, result)
     with writing(plan.run_dir):
         _artifacts(plan, result, rounds.history.rows(), ledger, tracker, view)
     return result
+
+
+def _check_trained(rounds: Rounds, run: str) -> None:
+    """Raise CrossfedError unless nothing is left to train."""
+    if rounds.progress.stage < len(rounds.stages):
+        raise CrossfedError(
+            f"{rounds.plan.run_dir} measures the model of {run} again, but does not hold it any more; use crossfed evaluate "
+            "once more."
+        )
 
 
 def _bytes(ledger: pd.DataFrame, domains: tuple[str, ...]) -> dict[str, dict[str, int]]:
@@ -489,7 +532,7 @@ def _artifacts(
     tracker.describe(_described(result, plan.config.evaluation.select))
     if not plan.config.tracking.artifacts:
         return
-    for file in ("config.yaml", "data.json", "placement.json", "history.jsonl", "ledger.parquet", RESULT):
+    for file in (CONFIG, DATA, "placement.json", "history.jsonl", "ledger.parquet", RESULT):
         tracker.artifact(run_dir / file)
     if (run_dir / "per_user").is_dir():
         tracker.artifact(run_dir / "per_user", "per_user")
@@ -514,7 +557,7 @@ def _described(result: dict[str, Any], select: str) -> str:
         for name, row in result["domains"].items()
     ]
     control = "" if (told := result.get("control", "none")) == "none" else f" under the control {told}"
-    where = f"{kind} {result['data']['name']}, protocol {result['protocol']}, seed {result['seed']}"
+    where = f"{kind} {result['data']['name']}, protocol {told_protocol(result)}, seed {result['seed']}"
     head = f"**{result['method']}**{control}, {where}"
     return "\n".join(
         [head, "", f"| domain | validation {select} | test {select} | candidates |", "|---|---|---|---|", *rows]
@@ -558,6 +601,13 @@ def find_run(name: str, out: Path) -> Path:
     raise CrossfedError(f"There is no run {name!r}, neither as a path nor in {out}.")
 
 
+def finished(run_dir: Path) -> bool:
+    """Whether a run has test metrics of all its domains."""
+    if not (run_dir / RESULT).is_file():
+        return False
+    return all("test" in row for row in read_json(run_dir / RESULT)["domains"].values())
+
+
 def fetch_run(uri: str, out: Path) -> Path:
     """Bring a run that was mirrored to a URI into `out`, as of its last complete commit.
 
@@ -566,7 +616,7 @@ def fetch_run(uri: str, out: Path) -> Path:
     """
 
     def names(run_dir: Path) -> tuple[str, ...]:
-        domains = tuple(read_json(run_dir / "data.json")["domains"])
+        domains = tuple(read_json(run_dir / DATA)["domains"])
         return Plan(stored_config(run_dir), run_dir, domains, run_dir, run_dir).nodes
 
     return storage.fetch(uri, out, names)

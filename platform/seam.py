@@ -73,6 +73,18 @@ class MethodConfig(Checked):
     largest: ClassVar[int] = 2**31 - 1
 
 
+RANKING: dict[str, Any] = {"ranking": True}
+"""`Field(…, json_schema_extra=RANKING)` marks a key of a Config that matters only when items are ranked.
+
+Training and state must not depend on it: `crossfed evaluate` changes such keys of a model that is finished."""
+
+
+def ranking_keys(config: type[MethodConfig]) -> tuple[str, ...]:
+    """The keys of a method's Config that are marked with `RANKING`."""
+    marked = {name: info.json_schema_extra for name, info in config.model_fields.items()}
+    return tuple(name for name, extra in marked.items() if isinstance(extra, dict) and extra.get("ranking"))
+
+
 class Direction(StrEnum):
     """Which way a payload travels."""
 

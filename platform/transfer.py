@@ -26,7 +26,7 @@ from crossfed.platform.config import Privacy, RunConfig, build, first_error
 from crossfed.platform.controls import CONTROLS
 from crossfed.platform.discovery import find_method, method_file, nearest
 from crossfed.platform.progress import Progress
-from crossfed.platform.run import RESULT, Finish, run_federation, stored_config
+from crossfed.platform.run import RESULT, Finish, finished, run_federation, stored_config
 from crossfed.platform.seam import CrossfedError
 
 LOCAL, HONEST = "local", "honest"
@@ -147,7 +147,9 @@ def run_arms(
     config = stored_config(run_dir)
     if config.control != "none":
         raise CrossfedError(f"{run_dir} ran under the control {config.control}; name the honest run.")
-    if not _finished(run_dir):
+    if config.evaluated is not None:
+        raise CrossfedError(f"{run_dir} measures {config.evaluated.run} again; name that run.")
+    if not finished(run_dir):
         raise CrossfedError(
             f"{run_dir} has no test metrics: it has not finished, or it is a trial of a search; "
             f"crossfed run --resume {run_dir} goes on with an interrupted run."
@@ -184,9 +186,9 @@ def _run(
 ) -> Arm:
     """One arm with one seed: found, continued or run."""
     there = _like(config, data)
-    if finished := [path for path in there if _finished(path)]:
-        say(f"{number}: {finished[0]}, which is there already")
-        return Arm(name, config.seed, finished[0])
+    if done := [path for path in there if finished(path)]:
+        say(f"{number}: {done[0]}, which is there already")
+        return Arm(name, config.seed, done[0])
     open_ = [path for path in there if not (path / RESULT).is_file()]
     resume = open_[-1] if open_ else None
     say(f"{number}: {f'going on with {resume}' if resume else 'running'}")
@@ -205,13 +207,6 @@ def _run(
         say(f"{number}: it has no result: {error}")
         return Arm(name, config.seed, started[0], str(error))
     return Arm(name, config.seed, started[0])
-
-
-def _finished(path: Path) -> bool:
-    """Whether a run has test metrics of all its domains."""
-    if not (path / RESULT).is_file():
-        return False
-    return all("test" in row for row in read_json(path / RESULT)["domains"].values())
 
 
 def _audited(config: RunConfig, wanted: bool) -> RunConfig:

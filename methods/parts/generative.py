@@ -39,7 +39,7 @@ from crossfed.methods.parts.losses import finite
 from crossfed.methods.parts.sequences import batches, histories, padded, windows
 from crossfed.methods.parts.transformer import Attention, Dropout, FeedForward, Residual, attend, initialise
 from crossfed.methods.parts.trie import Trie
-from crossfed.platform.seam import Context, Interactions, MethodConfig
+from crossfed.platform.seam import RANKING, Context, Interactions, MethodConfig
 
 USERS = 256
 """Users whose histories are encoded at a time when recommending."""
@@ -68,6 +68,7 @@ class GeneratorConfig(MethodConfig):
         50,
         ge=1,
         description="beams per user when recommending, the other items score -inf; null scores all items (sampled negatives)",
+        json_schema_extra=RANKING,
     )
 
     @model_validator(mode="after")

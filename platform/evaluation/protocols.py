@@ -7,7 +7,9 @@ own, apart from the run's, so that every method and run is measured on the same 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from crossfed.platform.seam import CrossfedError
 
@@ -83,3 +85,11 @@ def get_protocol(id: str) -> Protocol:
         return PROTOCOLS[id]
     except KeyError:
         raise CrossfedError(f"unknown protocol {id!r}; choose one of {', '.join(PROTOCOLS)}") from None
+
+
+def told_protocol(result: Mapping[str, Any]) -> str:
+    """The protocol of a run's numbers, from its `result.json`; of a model measured again also the one of its rounds."""
+    trained = (result.get("evaluated") or {}).get("protocol", result["protocol"])
+    return str(result["protocol"]) + (
+        "" if trained == result["protocol"] else f" (trained and selected under {trained})"
+    )

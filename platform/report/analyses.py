@@ -20,6 +20,7 @@ from matplotlib.patches import Patch
 from crossfed.platform.checkpoint import writing
 from crossfed.platform.discovery import find_method, nearest
 from crossfed.platform.evaluation.cohorts import BOUNDS, NAMES, by_activity
+from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.report.compare import grouped, per_user
 from crossfed.platform.report.comparison import Compared, comparison
 from crossfed.platform.report.figures import COLOURS, GREY, MARKERS, below, panels, save, styles
@@ -55,7 +56,7 @@ def about(runs: Sequence[Finished], split: str) -> str:
     kind = "synthetic " if result["data"].get("synthetic") else ""
     seeds = sorted({run.result["seed"] for run in runs})
     told = f"seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else f"seed {seeds[0]}"
-    return f"{kind}{result['data']['name']} · {result['protocol']} · {split} · {told}"
+    return f"{kind}{result['data']['name']} · {told_protocol(result)} · {split} · {told}"
 
 
 def cohorts(runs: Sequence[Finished], metric: str, bounds: Sequence[int] = BOUNDS) -> Analysis:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossfed.platform.evaluation.metrics import metric_name
+from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.evaluation.significance import Comparison
 from crossfed.platform.report.compare import (
     LEVEL,
@@ -129,7 +130,7 @@ def _caption(
     among = ", ".join(f"{name} {candidates(result, name, split)}" for name in dict.fromkeys(domains))
     told = [
         f"{split.capitalize()} metrics, mean ± standard deviation over seeds; best in bold, second underlined. "
-        f"{kind.capitalize()} {result['data']['name']} ({result['data_fingerprint'][:12]}), protocol {result['protocol']}, "
+        f"{kind.capitalize()} {result['data']['name']} ({result['data_fingerprint'][:12]}), protocol {told_protocol(result)}, "
         f"split seed {result.get('split_seed', 'unknown')}; candidates {among}."
     ]
     if any(run.pooled for run in runs):

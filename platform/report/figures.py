@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.progress import size
 from crossfed.platform.report.tables import pretty
 from crossfed.platform.seam import SERVER, Array
@@ -57,7 +58,7 @@ class About:
         return cls(
             result["method"] + (f" ({', '.join(told)})" if told else ""),
             name if name.startswith("synthetic") else f"{synthetic}{name}",
-            result["protocol"],
+            told_protocol(result),
             str(result["seed"]),
         )
 

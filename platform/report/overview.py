@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.privacy import read_lines, summary
 from crossfed.platform.progress import size, span
 from crossfed.platform.report import analyses, courses
@@ -46,8 +47,9 @@ def overview(
     result = runs[0].result
     kind = "Synthetic data" if result["data"].get("synthetic") else "Data"
     protocol = (
-        f"{kind} `{result['data']['name']}`, fingerprint `{result['data_fingerprint'][:20]}`. Protocol `{result['protocol']}`, "
-        f"split seed {result.get('split_seed', 'unknown')}; selected on validation, the test split read once per run."
+        f"{kind} `{result['data']['name']}`, fingerprint `{result['data_fingerprint'][:20]}`. "
+        f"Protocol `{told_protocol(result)}`, split seed {result.get('split_seed', 'unknown')}; "
+        "selected on validation, the test split read once per run."
     )
     made = datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0")
     return Page(

@@ -41,7 +41,7 @@ _APART = frozenset(
 _EXECUTION = frozenset(
     {
         "backend", "checkpoint_every", "evaluation.protocol", "evaluation.split_seed", "evaluation.ks", "evaluation.metrics",
-        "evaluation.audit", "privacy.noise_seed", "privacy.delta",
+        "evaluation.audit", "privacy.noise_seed", "privacy.delta", "evaluated.run",
     }
 )  # fmt: skip
 
