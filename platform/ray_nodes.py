@@ -136,8 +136,28 @@ class RayNodes:
         cluster.preflight(self.shares, ray.nodes())
 
     def start(self, plan: Plan, artifacts: Artifacts) -> None:
-        self._room(plan)
         resources = plan.config.resources
+        until = time.monotonic() + resources.start_timeout
+        while True:
+            try:
+                self._build(plan)
+                break
+            except NodeLost:
+                # the loss that this start makes good: Ray notices seconds later that a machine is gone, and places actors on it
+                if not self.restarting or time.monotonic() > until:
+                    raise
+                self.stop()
+                time.sleep(1.0)
+        self.heartbeat = resources.heartbeat_timeout
+        self.deadline(resources.round_timeout, "loading the data")
+        sizes = self.each("prepare", {name: (ray.put(dict(artifacts.get(name, {}))),) for name in self.actors})
+        self.each("connect", dict.fromkeys(self.actors, (sizes,)))
+        self.restarting = True  # from here on, whoever starts again has lost something
+
+    def _build(self, plan: Plan) -> None:
+        """Place the actors, and make their nodes."""
+        resources = plan.config.resources
+        self._room(plan)
         inherited = ray.util.get_current_placement_group() if self.inherited else None
         self.group = inherited or cluster.reserve(self.shares, resources.placement, resources.start_timeout)
         self.actors = _KEPT.pop(self._place(), {})
@@ -161,11 +181,6 @@ class RayNodes:
             raise CrossfedError(
                 f"{', '.join(error.names)} did not start within {resources.start_timeout:g} s (resources.start_timeout)."
             ) from error
-        self.heartbeat = resources.heartbeat_timeout
-        self.deadline(resources.round_timeout, "loading the data")
-        sizes = self.each("prepare", {name: (ray.put(dict(artifacts.get(name, {}))),) for name in self.actors})
-        self.each("connect", dict.fromkeys(self.actors, (sizes,)))
-        self.restarting = True  # from here on, whoever starts again has lost something
 
     def deadline(self, seconds: float, what: str) -> None:
         self.began, self.allowed, self.what = time.monotonic(), seconds, what

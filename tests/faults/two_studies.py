@@ -84,7 +84,7 @@ def living() -> list[dict[str, Any]]:
 
 def victim(runs: Iterable[Path]) -> tuple[str, list[str], int]:
     """The machine with the most trials' own processes: its id, whose nodes are on it, and how many such processes."""
-    trials = Counter(row["Address"]["NodeID"] for row in living() if "Trial" in row["ActorClassName"])
+    trials = Counter(row["Address"]["NodeID"] for row in living() if "Trainable" in row["ActorClassName"])
     nodes: dict[str, list[str]] = {}
     for run in runs:
         for name, row in read_json(run / "placement.json").items():
@@ -202,6 +202,13 @@ def two_studies(folder: Path, replaced: bool) -> list[str]:
         wrong = [f"{name} ended with {process.returncode}" for name, process in running.items() if process.returncode]
         wrong += [f"{name}: {text}" for name in STUDIES for text in problems(out / name, folder / "alone")]
         wrong += [*recorded(out), *left_over()]
+        restarts = {
+            str(path.parent.relative_to(out)): read_json(path)["restarts"] for path in out.glob("*/*/result.json")
+        }
+        say(
+            f"runs that went back to their last commit by themselves: {[run for run, n in restarts.items() if n] or 'none'}"
+        )
+        wrong += [f"{run} counted {n} losses of one machine" for run, n in restarts.items() if n > 1]
         for name in STUDIES:
             say(f"--- {name}\n{(folder / f'{name}.log').read_text()}")
         return wrong

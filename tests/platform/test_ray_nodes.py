@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from crossfed.platform import ray_nodes
+from crossfed.platform.config import Resources
 from crossfed.platform.nodes import NodeLost
 from crossfed.platform.seam import CrossfedError, LeakError
 
@@ -145,3 +147,29 @@ def test_a_lost_message_and_a_full_store_are_told_as_such(world: World) -> None:
         nodes({}, 10)._collect({"books": Answer(1, raised(OwnerDiedError("ab", None, "owner")))})
     with pytest.raises(CrossfedError, match=r"books could not keep its messages: .*larger object store"):
         nodes({}, 10)._collect({"books": Answer(2, raised(ObjectStoreFullError("full")))})
+
+
+@pytest.mark.parametrize(("restarting", "losses", "tried"), [(True, 3, 4), (False, 3, 1), (True, 1000, 32)])
+def test_a_start_that_makes_a_loss_good_goes_on_until_ray_has_noticed_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, restarting: bool, losses: int, tried: int
+) -> None:
+    """Ray places actors on a machine that is gone until it misses it; that is the same loss, not another one."""
+    builds: list[bool] = []
+
+    def build(_plan: object) -> None:
+        builds.append(made.restarting)
+        if len(builds) <= losses:
+            raise NodeLost("books was lost")
+
+    made = nodes({}, 10)
+    made.restarting = restarting
+    for name, value in {"_build": build, "stop": lambda: None, "each": lambda call, args: {}}.items():
+        monkeypatch.setattr(made, name, value)
+    monkeypatch.setattr(ray_nodes.time, "sleep", lambda seconds: setattr(world, "now", world.now + seconds))
+    plan = SimpleNamespace(config=SimpleNamespace(resources=Resources(start_timeout=30)))
+    if losses >= tried:
+        with pytest.raises(NodeLost):
+            made.start(plan, {})  # type: ignore[arg-type]
+    else:
+        made.start(plan, {})  # type: ignore[arg-type]
+    assert len(builds) == tried
