@@ -166,8 +166,7 @@ def _bring(run_dir: Path, commit: Path, there: Path, config: RunConfig) -> None:
         for name in (HISTORY, LEDGER, RECORD):
             if (run_dir / name).is_file():
                 shutil.copyfile(run_dir / name, there / name)
-        trained = run_dir / (RESULT if stored_config(run_dir).evaluated is None else TRAINED)
-        shutil.copyfile(trained, there / TRAINED)
+        shutil.copyfile(run_dir / RESULT, there / TRAINED)
         write_json(there / DATA, read_json(run_dir / DATA) | {"config_hash": config.hash()})
         write_text(there / CONFIG, config.to_yaml())
     except BaseException as error:

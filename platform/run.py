@@ -404,7 +404,7 @@ def _run(
                 nodes.start(plan, artifacts)
                 there = rounds.restore()
                 if config.evaluated is not None:
-                    _check_trained(rounds, config.evaluated.run)
+                    _check_trained(rounds, config.evaluated.run, sids)
                 elif there:
                     view.note(f"continuing after round {rounds.progress.step} of the run")
                 placement = nodes.placement()
@@ -486,12 +486,19 @@ def _run(
     return result
 
 
-def _check_trained(rounds: Rounds, run: str) -> None:
-    """Raise CrossfedError unless nothing is left to train."""
+def _check_trained(rounds: Rounds, run: str, sids: Mapping[str, Any] | None) -> None:
+    """Raise CrossfedError unless the model to measure again is there, and items have the semantic IDs it was trained on."""
+    run_dir = rounds.plan.run_dir
     if rounds.progress.stage < len(rounds.stages):
         raise CrossfedError(
-            f"{rounds.plan.run_dir} measures the model of {run} again, but does not hold it any more; use crossfed evaluate "
+            f"{run_dir} measures the model of {run} again, but does not hold it any more; use crossfed evaluate "
             "once more."
+        )
+    then = read_json(run_dir / TRAINED).get("tokeniser")
+    if sids and then and not tokeniser.alike(sids, then):
+        raise CrossfedError(
+            f"The tokeniser gives items other semantic IDs than those {run_dir} was trained on; restore {default_root()} as it "
+            "was then, or measure on the machine that trained it."
         )
 
 

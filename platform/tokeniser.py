@@ -282,6 +282,14 @@ def describe(config: RunConfig, artifacts: Mapping[str, Mapping[str, Array]]) ->
     }
 
 
+def alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two reports can be of the same semantic IDs."""
+    if one["collision_rate"].keys() != other["collision_rate"].keys() or one["dead_codes"] != other["dead_codes"]:
+        return False
+    now, then = ([report["collision_rate"][name] for name in one["collision_rate"]] for report in (one, other))
+    return np.allclose(one["perplexity"], other["perplexity"]) and np.allclose(now, then)
+
+
 def metrics(report: Mapping[str, Any]) -> dict[str, float]:
     """A report as scalars for the tracker: per level, and collisions per domain."""
     per_level = {

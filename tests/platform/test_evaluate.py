@@ -143,6 +143,11 @@ def test_a_key_of_ranking_changes_alone(shops: Path, tmp_path: Path) -> None:
     assert {key: value for key, value in after["config"].items() if key != "beam"} == {
         key: value for key, value in before["config"].items() if key != "beam"
     }
+    told = read_json(whole / "trained.json")
+    told["tokeniser"]["collision_rate"]["books"] += 0.01
+    write_json(whole / "trained.json", told)
+    with pytest.raises(CrossfedError, match="other semantic IDs than those"):
+        run_federation(stored_config(whole), resume=whole, finish=final_test)
     assert ranking_keys(stored_config(run_dir).resolved.Config) == ("beam",)
 
 
@@ -158,6 +163,22 @@ def test_its_configuration_says_what_selected(local: list[Path], tmp_path: Path)
         run_federation(build(str(run_dir / "config.yaml"), values={"out": tmp_path}))
     with pytest.raises(CrossfedError, match="unknown key 'evaluated'"):
         build("lightgcn", sets=["evaluated={run: x, protocol: leave-one-out}"])
+
+
+def test_the_tracker_is_told_whose_model_it_is(
+    local: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {}
+    start = run_module.Tracker.start
+
+    def noted(settings: Any, run_dir: Path, name: str, params: Any, tags: Any, *rest: Any, **more: Any) -> Any:
+        told.update(params=params, tags=tags)
+        return start(settings, run_dir, name, params, tags, *rest, **more)
+
+    monkeypatch.setattr(run_module.Tracker, "start", noted)
+    again(local[0], tmp_path, protocol=FEW.id)
+    assert told["tags"]["evaluated"] == local[0].name and told["tags"]["protocol"] == FEW.id
+    assert stored_config(local[0]).config.items() <= told["params"].items()
 
 
 def test_seeds_make_one_row_and_what_selected_tells_rows_apart(local: list[Path], shops: Path, tmp_path: Path) -> None:
