@@ -60,7 +60,11 @@ class Server:
     def start(self) -> None:
         # mlflow starts uvicorn by its name
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        env = os.environ | {"PATH": path, "MLFLOW_DISABLE_TELEMETRY": "true"}
+        env = os.environ | {
+            "PATH": path,
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        }
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True, env=env)
         until = time.monotonic() + 240
