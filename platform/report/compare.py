@@ -58,7 +58,10 @@ class Effect:
         up = self.difference > 0
         by_users = self.users is not None and self.users_p is not None and self.users_p < LEVEL
         agreed = up and self.users is not None and self.users.rank_biserial > 0  # means and ranks can disagree
-        by_seeds = up and self.seeds_p is not None and self.seeds_p < LEVEL
+        paired = (
+            up and self.seeds is not None and self.seeds.difference > 0
+        )  # rows may have other seeds besides the common
+        by_seeds = paired and self.seeds_p is not None and self.seeds_p < LEVEL
         return (OVER_USERS if agreed and by_users else "") + (OVER_SEEDS if by_seeds else "")
 
 

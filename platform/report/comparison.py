@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from crossfed.platform.evaluation.metrics import metric_name
@@ -227,7 +227,7 @@ def _over_users(found: Sequence[Effect]) -> Grid:
 
 def _over_seeds(found: Sequence[Effect]) -> Grid:
     rows = [
-        (*_difference(effect), _interval(seeds), _p(effect.seeds_p), f"{seeds.d:+.2f}", str(seeds.n))
+        (*_difference(_paired(effect, seeds)), _interval(seeds), _p(effect.seeds_p), f"{seeds.d:+.2f}", str(seeds.n))
         for effect in found
         if (seeds := effect.seeds) is not None
     ]
@@ -256,6 +256,17 @@ _COMPARED = (
 def _difference(effect: Effect) -> tuple[str, ...]:
     relative = ABSENT if math.isnan(effect.relative) else f"{100 * effect.relative:+.1f} %"
     return effect.label, effect.against, effect.domain, pretty(effect.metric), f"{effect.difference:+.4f}", relative
+
+
+def _paired(effect: Effect, seeds: Comparison) -> Effect:
+    """An effect with the difference on the seeds of both rows in place of that of the rows' means."""
+    if effect.relative and not math.isnan(effect.relative):
+        relative = seeds.difference / (
+            effect.difference / effect.relative
+        )  # the baseline's mean stays what it is relative to
+    else:
+        relative = effect.relative
+    return replace(effect, difference=seeds.difference, relative=relative)
 
 
 def _p(p: float | None) -> str:

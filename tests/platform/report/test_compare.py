@@ -208,6 +208,21 @@ def test_seeds_without_spread_have_no_test(tmp_path: Path) -> None:
     assert effect.seeds is None and effect.mark == "†"
 
 
+def test_differences_over_seeds_are_those_of_the_common_seeds(tmp_path: Path) -> None:
+    """A third seed of one row moves its mean, and nothing in the paired table."""
+
+    def made(method: str, seed: int, level: float) -> Path:
+        values = {"books": {"recall_at_20": np.full(60, level)}}
+        return make_run(tmp_path / f"{method}{seed}", method, seed, values)
+
+    paths = [made("lightgcn", 0, 0.40), made("lightgcn", 1, 0.42), made("fedcrf", 0, 0.45), made("fedcrf", 1, 0.50)]
+    found = comparison(load_runs([*paths, made("fedcrf", 2, 0.90)]), METRICS[:1])
+    [effect], [_, over_seeds] = found.effects, found.tests
+    assert effect.difference == pytest.approx(0.6167 - 0.41, abs=1e-4)
+    assert effect.seeds is not None and effect.seeds.difference == pytest.approx(0.065)
+    assert over_seeds.rows[0][4:6] == ("+0.0650", "+15.9 %")
+
+
 def test_a_dagger_needs_the_mean_as_well(tmp_path: Path) -> None:
     """49 users gain a little, 11 lose a lot: Wilcoxon's test sees a gain, the mean is nearly the same."""
     base = users(0, 0.5)
