@@ -237,7 +237,7 @@ def test_a_gpu_asked_for_where_there_is_none() -> None:
 
 INVENTED = """
 import json, sys, ray
-ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 from crossfed.platform.config import build
 from crossfed.platform.run import run_federation
 from crossfed.platform.seam import CrossfedError
