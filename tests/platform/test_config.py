@@ -167,5 +167,10 @@ def test_true_and_false_stay_where_they_are_meant() -> None:
 
 def test_resources_that_do_nothing_in_one_process_are_known() -> None:
     assert build("fedcrf").resources.without_ray() == []
-    sets = ["resources.gpu_memory_fraction=0.5", "resources.placement=SPREAD", "resources.threads=2", "resources.device=cpu"]
+    sets = [
+        "resources.gpu_memory_fraction=0.5",
+        "resources.placement=SPREAD",
+        "resources.threads=2",
+        "resources.device=cpu",
+    ]
     assert build("fedcrf", sets=sets).resources.without_ray() == ["gpu_memory_fraction", "placement"]
