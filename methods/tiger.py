@@ -30,8 +30,9 @@ What crosses
 
 Departures
     - The network is FedCGR's without its additions, not T5: a history is one vector per item (the sum of its codes'
-      embeddings), not one per code; positions are absolute; every level has its own output layer; the decoder has one query
-      per level. So the federated variants and FedCGR differ from it by what they add and by nothing else.
+      embeddings), not one per code; positions are absolute, counted from the last item; every level has its own output layer;
+      the decoder has one query per level. So the federated variants and FedCGR differ from it by what they add and by
+      nothing else.
     - Users have no token. In its place there is one learned vector, the same for all.
     - Codes that no item has are excluded while decoding; the paper generates freely and counts how often it fails.
 
@@ -40,8 +41,10 @@ Not stated in the paper
     - Items with the same semantic ID follow each other in the order of their training popularity; the paper gives them a
       code more. They are told apart by less than float32 can say, and no two items share a rank.
     - The learning rate's warm-up is in epochs; stopping is on the domain's own validation metric.
+    - Embeddings start at N(0, 0.02²), like all weights (`embedding_std`).
+    - A batch holds windows of similar length.
     - With `beam`, items that no beam has reached score -inf, which is exact for the ranks of those reached. Sampled negatives
-      need `beam=null`, since most of them are on no beam.
+      want `beam=null`, or a beam so wide that those among the first ten are on it.
 """
 
 from __future__ import annotations

@@ -58,6 +58,7 @@ class GeneratorConfig(MethodConfig):
     decoder_inner: int = Field(1024, ge=1, description="width of the decoder's feed-forward nets ◇")
     dropout: float = Field(0.15, ge=0, lt=1, description="rate in the generator")
     length: int = Field(50, ge=1, description="items of the history that are looked at")
+    embedding_std: float = Field(0.02, gt=0, description="standard deviation of all initial embeddings ◇")
     smoothing: float = Field(0.1, ge=0, lt=1, description="label smoothing of the codes")
     lr: float = Field(
         3e-4, gt=0, description="Adam's highest learning rate; rises over the warm-up, falls along a cosine"
@@ -226,7 +227,8 @@ class Generator(nn.Module):
     """The encoder-decoder over semantic IDs.
 
     Args:
-        config: sizes. rng: CPU generator that the initial weights, N(0, 0.02²), come from.
+        config: sizes. rng: CPU generator that the initial weights come from: N(0, 0.02²), embeddings with the Config's
+            deviation in its place.
     """
 
     def __init__(self, config: GeneratorConfig, rng: torch.Generator) -> None:
@@ -243,6 +245,9 @@ class Generator(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(d, config.codebook) for _ in range(config.levels))
         self.dropout = Dropout(config.dropout)
         initialise(self, 0.02, rng)
+        with torch.no_grad():
+            for embedding in (self.tokens, self.positions, self.lead, self.start, self.level_embeddings):
+                embedding *= config.embedding_std / 0.02
 
     def make_feed(self) -> nn.Module:
         """The net of one encoder layer."""

@@ -310,3 +310,20 @@ def test_a_sample_of_memories_is_drawn_without_replacement(data: Interactions, s
     assert (len(few.states), len(every.states)) == (6, USERS)
     assert len(every.pooled().unique(dim=0)) == USERS
     assert not few.states.requires_grad and state.net.training
+
+
+def test_the_initial_deviation_of_embeddings_is_a_setting_and_touches_nothing_else() -> None:
+    """Not in the paper; beside a layer norm of length √dim it decides how much an item's codes weigh at the start."""
+    config = GeneratorConfig.model_validate(SMALL | {"dim": 64, "heads": 2, "codebook": 64})
+
+    def made(std: float) -> dict[str, torch.Tensor]:
+        net = Generator(config.model_copy(update={"embedding_std": std}), torch.Generator().manual_seed(0))
+        return {name: value.detach() for name, value in net.named_parameters()}
+
+    small, large = made(0.02), made(1.0)
+    assert float(small["tokens"].std()) == pytest.approx(0.02, rel=0.05)
+    assert float(large["tokens"].std()) == pytest.approx(1.0, rel=0.05)
+    scaled = {name for name in small if not torch.equal(small[name], large[name])}
+    assert scaled == {"tokens", "positions", "lead", "start", "level_embeddings"}
+    for name in scaled:
+        torch.testing.assert_close(large[name], small[name] * 50)
