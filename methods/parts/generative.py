@@ -247,7 +247,7 @@ class Generator(nn.Module):
         initialise(self, 0.02, rng)
         with torch.no_grad():
             for embedding in (self.tokens, self.positions, self.lead, self.start, self.level_embeddings):
-                embedding *= config.embedding_std / 0.02
+                embedding.mul_(config.embedding_std / 0.02)
 
     def make_feed(self) -> nn.Module:
         """The net of one encoder layer."""
