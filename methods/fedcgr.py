@@ -59,7 +59,7 @@ Not stated in the paper
     - Weights start at N(0, 0.02²), embeddings too (`embedding_std`). It decides whether Eq. (20) tells domains apart: the CF
       adapter ends in a layer norm, so that beside embeddings that small an item is nearly its CF residual, in coordinates
       that no two domains share, and prototypes of different domains are orthogonal before anything is trained (cosines
-      -.1 to .3; with deviation 0.2 .67 to .78, with 1 .92 to .95).
+      -.1 to .3 with the preset `small`; with deviation 0.2 .67 to .78, with 1 .92 to .95).
     - p̄ of Eq. (17) is not of length one, so that its share in Eq. (18) is more than 1 - β.
     - A batch holds windows of similar length; the negatives of Eq. (12) are such windows' targets.
     - The gate starts at ½. Router rows have no bias. Routing weights are the top two probabilities, divided by their sum.
