@@ -3,6 +3,9 @@
 import csv
 import io
 import re
+import shutil
+import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -61,6 +64,28 @@ def test_latex_of_a_wide_table_is_scaled():
     wide = Grid("", tuple(Column(str(i)) for i in range(5)), (tuple("12345"),), "")
     assert r"\resizebox{\textwidth}{!}{%" in wide.latex() and r"\end{tabular}}" in wide.latex()
     assert "multicolumn" not in wide.latex()
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex on the path")
+@pytest.mark.parametrize("columns", [1, 3], ids=["fits", "scaled"])
+def test_latex_compiles(tmp_path, columns):
+    r"""Whatever a method, a setting or a domain is called."""
+    name = r"a&b#c_d$e%f~g^h{i}\j λ_KD ≥ 0.5"
+    more = tuple(Column(f"x{number}", name) for number in range(columns * 2))
+    row = (name, "1", Cell("0.1", best=True, mark="†"), Cell("–", second=True, mark="‡"), *["−1 %"] * len(more))
+    grid = replace(GRID, columns=GRID.columns + more, rows=(row,), caption=name, foot=())
+    packages = r"\usepackage{booktabs,graphicx}"
+    (tmp_path / "t.tex").write_text(
+        rf"\documentclass{{article}}{packages}\begin{{document}}{grid.latex()}\end{{document}}", encoding="utf-8"
+    )
+    done = subprocess.run(
+        ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and (tmp_path / "t.pdf").is_file(), done.stdout[-1500:]
+    assert "Missing character" not in done.stdout
 
 
 def test_csv_is_unrounded_and_absent_values_are_empty():
