@@ -183,9 +183,8 @@ def forest(found: Compared, title: str, told: str) -> Figure | None:
         own = [effect for effect in effects if (effect.domain, effect.metric) == column]
         for effect in own:
             assert effect.users is not None
-            base = effect.difference / effect.relative if effect.relative else math.nan
             place = -labels.index(effect.label)
-            low, high = effect.users.low / base, effect.users.high / base
+            low, high = effect.users.low / effect.base, effect.users.high / effect.base
             colour = COLOURS[0] if low > 0 else COLOURS[1] if high < 0 else GREY
             axis.plot([100 * low, 100 * high], [place, place], color=colour, lw=2)
             axis.plot(100 * effect.relative, place, MARKERS[0], color=colour, ms=6)

@@ -34,7 +34,7 @@ class Effect:
     """One row less the best baseline, in one domain and metric.
 
     Attributes:
-        difference, relative: of the means over all seeds; relative to the baseline's, NaN where that is zero.
+        difference: of the means over all seeds. base: the baseline's mean, to which `relative` relates.
         users: user by user; None for metrics without a value per user. users_p: the larger of its t-test's and Wilcoxon's
             p-values, each after Holm.
         seeds: seed by seed; None with fewer than two common seeds, or where the difference is the same for all of them.
@@ -46,11 +46,16 @@ class Effect:
     domain: str
     metric: str
     difference: float
-    relative: float
+    base: float
     users: Comparison | None
     users_p: float | None
     seeds: Comparison | None
     seeds_p: float | None
+
+    @property
+    def relative(self) -> float:
+        """The difference as a share of the baseline's mean; NaN where that is zero."""
+        return self.difference / self.base if self.base else math.nan
 
     @property
     def mark(self) -> str:
@@ -178,7 +183,7 @@ def effects(
         difference = statistics.fmean(values[label][domain, metric].values()) - mean
         told.append(
             Effect(
-                label, best, domain, metric, difference, difference / mean if mean else math.nan,
+                label, best, domain, metric, difference, mean,
                 users, max(by_t[key], by_rank[key]) if users else None, seeds, by_seeds.get(key),
             )
         )  # fmt: skip

@@ -260,13 +260,7 @@ def _difference(effect: Effect) -> tuple[str, ...]:
 
 def _paired(effect: Effect, seeds: Comparison) -> Effect:
     """An effect with the difference on the seeds of both rows in place of that of the rows' means."""
-    if effect.relative and not math.isnan(effect.relative):
-        relative = seeds.difference / (
-            effect.difference / effect.relative
-        )  # the baseline's mean stays what it is relative to
-    else:
-        relative = effect.relative
-    return replace(effect, difference=seeds.difference, relative=relative)
+    return replace(effect, difference=seeds.difference)
 
 
 def _p(p: float | None) -> str:
