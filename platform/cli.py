@@ -365,7 +365,7 @@ def ui(
     typer.echo(f"MLflow UI on http://127.0.0.1:{port} (Ctrl-C ends it)")
     artifacts = (database.parent / "mlartifacts").absolute()
     server = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+    os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     os.execv(sys.executable, [*server, "--backend-store-uri", store, "--default-artifact-root", artifacts.as_uri()])
 
 
