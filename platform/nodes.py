@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -101,6 +103,16 @@ class Node:
         self.uploaded: dict[str, Array] = {}
         self.delivery = Delivery(plan.config.control, plan.config.seed, name)
         torch.set_num_threads(plan.config.resources.threads)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def memory(self) -> dict[str, int | None]:
+        """The most memory held so far, in bytes: resident of this process, and torch's on its GPU (None without one)."""
+        # getrusage would count the parent's memory before the exec
+        told = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        kilobytes = int(told[1]) if told else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        gpu = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+        return {"process": 1024 * kilobytes, "gpu": gpu}
 
     # -- building ------------------------------------------------------------------------------------------------
 

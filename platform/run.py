@@ -416,6 +416,7 @@ def _run(
                 test = finish(plan, nodes) if finish else {}
                 audit = nodes.each("audit", dict.fromkeys(plan.domains, ())) if config.evaluation.audit else {}
                 nodes.each("export", dict.fromkeys(plan.domains, ()))
+                memory: dict[str, dict[str, int | None]] = nodes.each("memory", dict.fromkeys(plan.nodes, ()))
                 break
             except NodeLost as error:
                 if config.resources.on_failure == "fail" or lost == config.resources.max_restarts:
@@ -472,6 +473,7 @@ def _run(
         },
         "restarts": lost,
         "placement": placement,
+        "memory": memory,
         "backend": config.backend,
         "versions": {name: importlib.metadata.version(name) for name in ("crossfed", "torch", "ray", "numpy")},
     }
@@ -536,6 +538,8 @@ def _artifacts(
             },
             last,
         )
+    peaks = {f"memory/{kind}/{name}": row[kind] for name, row in result["memory"].items() for kind in row}
+    tracker.log({key: peak for key, peak in peaks.items() if peak is not None}, last)
     tracker.describe(_described(result, plan.config.evaluation.select))
     if not plan.config.tracking.artifacts:
         return

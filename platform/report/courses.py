@@ -21,7 +21,7 @@ from crossfed.platform.report.analyses import Analysis, about
 from crossfed.platform.report.compare import grouped
 from crossfed.platform.report.figures import COLOURS, GREY, below, panels, styles
 from crossfed.platform.report.sources import Finished, check_comparable
-from crossfed.platform.report.tables import Column, Grid, pretty, spread
+from crossfed.platform.report.tables import ABSENT, Column, Grid, pretty, spread
 from crossfed.platform.seam import SERVER, CrossfedError
 
 
@@ -150,10 +150,11 @@ def _bytes_axis(axis: Axes, counts: Sequence[int]) -> None:
 
 
 def time(runs: Sequence[Finished]) -> Analysis:
-    """Wall-clock seconds of a round and of a local epoch, by stage: median over rounds and seeds, with quartiles.
+    """What a method costs, by stage: seconds of a round and of a local epoch, bytes; and the most memory of a domain.
 
-    A round of a stage that exchanges something holds as many epochs as the method's `local_epochs`, one where it has none; a
-    round of a stage without exchange is one epoch.
+    Seconds are medians over rounds and seeds, with quartiles; bytes are what all domains together send and receive in a round,
+    means. A round of a stage that exchanges something holds as many epochs as the method's `local_epochs`, one where it has
+    none; a round of a stage without exchange is one epoch.
 
     Raises:
         CrossfedError: a run has no record of its rounds.
@@ -162,23 +163,29 @@ def time(runs: Sequence[Finished]) -> Analysis:
     for label, members in grouped(runs).items():
         stages: dict[str, list[float]] = {}
         epochs: dict[str, int] = {}
+        moved: dict[str, list[tuple[int, int]]] = {}
         for run in members:
             for row in history(run):
                 stages.setdefault(row["stage"], []).append(row["seconds"])
+                moved.setdefault(row["stage"], []).append((row["bytes_up"], row["bytes_down"]))
                 several = run.result["config"].get("local_epochs", 1) if row["bytes_up"] else 1
                 epochs[row["stage"]] = max(several, epochs.get(row["stage"], 1))
         total = [run.result["seconds"]["total"] for run in members]
+        peak = _memory(members)
         for stage, seconds in stages.items():
             low, middle, high = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
             rounds = len(seconds) / len(members)
+            up, down = np.mean(moved[stage], axis=0).tolist()
             rows.append(
                 (label, stage, f"{rounds:.4g}", span(middle), f"{span(low)} to {span(high)}", str(epochs[stage]),
-                 span(middle / epochs[stage]), span(statistics.fmean(total)))
+                 span(middle / epochs[stage]), size(up), size(down),
+                 ABSENT if peak is None else size(peak), span(statistics.fmean(total)))
             )  # fmt: skip
             records.append(
                 {"method": label, "stage": stage, "rounds": rounds, "seconds_per_round": middle, "lower_quartile": low,
                  "upper_quartile": high, "epochs_per_round": epochs[stage], "seconds_per_epoch": middle / epochs[stage],
-                 "seconds_total": statistics.fmean(total), "threads": _threads(members[0]),
+                 "seconds_total": statistics.fmean(total), "bytes_up_per_round": up, "bytes_down_per_round": down,
+                 "peak_memory": peak, "threads": _threads(members[0]),
                  "devices": " ".join(sorted({p["device"] for p in members[0].result.get("placement", {}).values()}))}
             )  # fmt: skip
             bars.append((f"{label}\n{stage}" if len(stages) > 1 else label, low, middle, high, epochs[stage]))
@@ -208,17 +215,33 @@ def time(runs: Sequence[Finished]) -> Analysis:
         "time",
         figure,
         Grid(
-            title="Time per round and per epoch",
+            title="Time, bytes and memory",
             columns=(
                 Column("method", right=False),
                 Column("stage", right=False),
-                *(Column(n) for n in ("rounds", "a round", "quartiles", "epochs in it", "an epoch", "whole run")),
+                *(Column(n) for n in ("rounds", "a round", "quartiles", "epochs in it", "an epoch")),
+                *(Column(n) for n in ("sent a round", "received", "memory", "whole run")),
             ),
             rows=tuple(rows),
-            caption=f"Wall-clock time, median over rounds and seeds, evaluation and messages included. {_machine(runs)}.",
+            caption="Wall-clock time, median over rounds and seeds, evaluation and messages included. Sent and received: by all "
+            "domains, mean over rounds. Memory: the most that a domain held, allocated on its GPU or, without one, resident, "
+            f"libraries included{_shared_process(runs)}. {_machine(runs)}.",
             records=tuple(records),
         ),
     )
+
+
+def _memory(runs: Sequence[Finished]) -> int | None:
+    """The most memory that a domain held, in bytes: on GPUs where there were any; None where a run has no record of it."""
+    nodes = [row for run in runs for name, row in run.result.get("memory", {}).items() if name != SERVER]
+    found = [row["gpu"] for row in nodes if row["gpu"] is not None] or [row["process"] for row in nodes]
+    return max(found, default=None)
+
+
+def _shared_process(runs: Sequence[Finished]) -> str:
+    """A remark where the memory of a domain is not its own."""
+    alone = {run.result.get("backend", "inprocess") == "ray" for run in runs}
+    return "" if alone == {True} else "; with the back end inprocess, of all domains together"
 
 
 def _machine(runs: Sequence[Finished]) -> str:

@@ -83,7 +83,7 @@ def test_a_federation_with_perturbed_messages(shops: Path, tmp_path: Path) -> No
     run_dir = trained("p2p_iagr", shops, tmp_path, *sets)
     before, after = result(run_dir), result(again(run_dir, tmp_path, "evaluation.ks=[5,20]", protocol=FEW.id))
     assert sum(before["bytes"]["up"].values()) and before["privacy"]["domains"]
-    for key in ("bytes", "privacy", "seconds", "restarts", "placement", "versions"):
+    for key in ("bytes", "privacy", "seconds", "restarts", "placement", "memory", "versions"):
         assert after[key] == before[key]
     for name, row in after["domains"].items():
         assert row["selected"] == before["domains"][name]["selected"]
@@ -212,9 +212,8 @@ def test_an_interrupt_is_resumed_or_repeated(
     assert result(again(local[0], tmp_path, protocol=FEW.id))["domains"] == wanted["domains"]
     run_federation(stored_config(left[0]), resume=left[0], finish=final_test)
     assert result(left[0])["domains"] == wanted["domains"]
-    assert {**result(left[0])["evaluated"], "seconds": 0, "placement": 0} == {
-        **wanted["evaluated"], "seconds": 0, "placement": 0
-    }  # fmt: skip
+    aside = {"seconds": 0, "placement": 0, "memory": 0}
+    assert {**result(left[0])["evaluated"], **aside} == {**wanted["evaluated"], **aside}
     shutil.rmtree(left[0] / "checkpoints")
     with pytest.raises(CrossfedError, match=f"measures the model of {local[0].name} again, but does not hold it"):
         run_federation(stored_config(left[0]), resume=left[0], finish=final_test)

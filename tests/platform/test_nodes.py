@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -90,3 +91,16 @@ def test_a_method_may_look_at_what_is_masked_and_at_nothing_later(placed: tuple[
             assert {*at_test.items[mine].tolist()} == held[0] | held[1]
             assert not held[2] & {*at_test.items[mine].tolist()}
             assert (np.diff(at_test.times[mine]) >= 0).all()
+
+
+def test_the_most_memory_is_told_after_it_is_given_back(placed: tuple[Plan, InProcess]) -> None:
+    _, nodes = placed
+    before = nodes.each("memory", {"books": ()})["books"]["process"]
+    held = (
+        int(next(line for line in Path("/proc/self/statm").read_text().splitlines()).split()[1])
+        * resource.getpagesize()
+    )
+    block = np.ones(before - held + 64_000_000, dtype=np.int8)
+    del block
+    after = nodes.each("memory", {"books": ()})["books"]
+    assert 60_000_000 < after["process"] - before < 80_000_000 and after["gpu"] is None

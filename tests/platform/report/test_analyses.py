@@ -247,9 +247,24 @@ def test_time_per_round_and_epoch(tmp_path: Path) -> None:
     federated = records(found)[1]
     assert (float(federated["seconds_per_round"]), float(federated["upper_quartile"])) == (10.0, 20.0)
     assert (federated["threads"], federated["devices"], federated["rounds"]) == ("1", "cpu", "3.0")
+    assert (float(federated["bytes_up_per_round"]), federated["peak_memory"]) == (9.0, "")
     assert "local epoch" in texts(found.figure)
     local = make_run(tmp_path / "l", "lightgcn", 0, both(0.3), history=[row("train", 1, 0.3, 0, 2.0)])
     assert len(courses.time(load_runs([local])).figure.axes[0].patches) == 1  # a round is an epoch: one bar
+
+
+def test_the_most_memory_is_that_of_the_largest_domain(tmp_path: Path) -> None:
+    def peak(**memory: tuple[int, int | None]) -> tuple[str, str]:
+        told = {name: {"process": process, "gpu": gpu} for name, (process, gpu) in memory.items()}
+        history = [row("train", 1, 0.3, 9, 2.0)]
+        run = make_run(
+            tmp_path / str(len(list(tmp_path.iterdir()))), "fedcgr", 0, both(0.3), history=history, memory=told
+        )
+        found = courses.time(load_runs([run]))
+        return records(found)[0]["peak_memory"], found.grid.rows[0][-2]
+
+    assert peak(books=(3000, None), films=(5000, None), server=(9000, None)) == ("5000", "5 kB")
+    assert peak(books=(3000, 700), films=(5000, 600)) == ("700", "700 B")  # on GPUs that is what runs out
 
 
 def test_weights_round_by_round(tmp_path: Path) -> None:
