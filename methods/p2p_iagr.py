@@ -98,7 +98,7 @@ from crossfed.methods.parts.graph import (
 )
 from crossfed.methods.parts.losses import bpr, finite, info_nce
 from crossfed.methods.parts.perturbation import add_laplace, clip_l1, laplace_scale, signal_to_noise
-from crossfed.methods.parts.sampling import Batch, bpr_epoch, subsample
+from crossfed.methods.parts.sampling import Batch, bpr_epoch
 from crossfed.platform.seam import (
     Context,
     Direction,
@@ -132,7 +132,6 @@ class Config(MethodConfig):
     updates: int | None = Setting(
         None, ge=1, description="optimiser steps per epoch at most, each one propagation; none is one per batch ◇"
     )
-    train_share: float = Setting(1.0, gt=0, le=1, description="share of the training interactions used (section 5.4)")
 
     C: float = Setting(1.0, gt=0, description="L1 norm to which a prototype is clipped (section 5.3)")
     epsilon0: float = Setting(2.0, gt=0, description="ε₀, budget of one perturbed prototype in one round")
@@ -307,7 +306,7 @@ class Domain(nn.Module):
     def __init__(self, config: Config, ctx: Context) -> None:
         super().__init__()
         self.config, self.device = config, ctx.device
-        self.data = data = subsample(ctx.own, config.train_share, ctx.rng)
+        self.data = data = ctx.own
         tables = [torch.empty(size, config.dim) for size in (data.n_users, data.n_items)]
         self.ego = nn.Parameter(torch.cat([nn.init.xavier_uniform_(t, generator=ctx.torch_rng) for t in tables]))
         shared = generators(0, "p2p_iagr", "prototypes")[1]  # the same at every domain and for every seed

@@ -285,13 +285,15 @@ def sparsity(
     out: Out = RUNS,
     tracking_uri: Uri = None,
 ) -> None:
-    """A metric against the share of training interactions used (`train_share`)."""
+    """A metric against the share of the training interactions that domains trained on (`evaluation.train_share`)."""
     from crossfed.platform.report import settings
     from crossfed.platform.report.sources import gather
 
     with gather(runs, out, tracking_uri) as finished:
         named = "share of training interactions used"
-        _draw(settings.sensitivity(finished, "train_share", _metric(finished, metric), "test", named), to, out)
+        _draw(
+            settings.sensitivity(finished, "evaluation.train_share", _metric(finished, metric), "test", named), to, out
+        )
 
 
 @analyse_app.command()

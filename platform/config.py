@@ -87,6 +87,12 @@ class Evaluation(Settings):
 
     protocol: str = Field("ratio-80-10-10", description="split and candidate set, by id")
     split_seed: int = Field(42, ge=0, description="seed of the split and of sampled candidates; the same for all runs")
+    train_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="share of its training interactions that a domain trains on; the others stay masked",
+    )
     ks: tuple[PositiveInt, ...] = Field((10, 20), min_length=1, description="cut-offs of the metrics")
     metrics: tuple[str, ...] = Field(
         ("recall", "ndcg", "hit_rate", "mrr", "precision", "map", "coverage"), min_length=1, description="metric names"
@@ -242,6 +248,8 @@ class RunConfig(Settings):
             del told["tokeniser"]
         if self.privacy == Privacy():  # came later: runs that set none of it keep their hash
             del told["privacy"]
+        if self.evaluation.train_share == 1:
+            del told["evaluation"]["train_share"]
         if self.control == "none":
             del told["control"]
         if self.evaluated is None:

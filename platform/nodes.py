@@ -91,7 +91,8 @@ class Node:
         self.plan, self.name, self.device = plan, name, device
         self.method, self.config = plan.config.resolved, plan.config.method_config()
         self.stages, self.releases = self.method.stages(self.config), self.method.releases(self.config)
-        self.data: Interactions | None = None
+        self.data: Interactions | None = None  # what it trains on
+        self.seen: Interactions | None = None  # its whole training split
         self.artifacts: dict[str, Array] = {}
         self.validation: tuple[Array, Array] | None = None
         self.state: Any = None
@@ -127,7 +128,8 @@ class Node:
         probe = self.plan.run_dir / "config.yaml"
         if not probe.is_file():
             raise CrossfedError(f"{self.name} does not see {probe}: --out must lie on storage that all machines share.")
-        self.data, self.validation, self.artifacts = self.load("train"), self._truth("validation"), dict(artifacts)
+        self.seen, self.validation, self.artifacts = self.load("train"), self._truth("validation"), dict(artifacts)
+        self.data = self._share(self.seen)
         return self.data.n_items
 
     def load(self, part: str) -> Interactions:
@@ -141,6 +143,14 @@ class Node:
             self._parts = splits.assign(users, items, times, n_users, rule, evaluation.split_seed)
         chosen = self._parts == ("train", "validation", "test").index(part)
         return Interactions.build(n_users, n_items, users[chosen], items[chosen], times[chosen])
+
+    def _share(self, train: Interactions) -> Interactions:
+        """The share of its training interactions that a domain trains on, the same for every method and seed."""
+        evaluation = self.plan.config.evaluation
+        if evaluation.train_share == 1:
+            return train
+        kept = splits.share_of(train.users, train.items, evaluation.train_share, evaluation.split_seed)
+        return Interactions.build(train.n_users, train.n_items, train.users[kept], train.items[kept], train.times[kept])
 
     def _truth(self, part: str) -> tuple[Array, Array]:
         held = self.load(part)
@@ -199,9 +209,9 @@ class Node:
 
     def evaluate(self) -> Measured:
         """Metrics on the validation split: training items masked, everything else a candidate (or the drawn ones)."""
-        if self.data is None or self.validation is None:
+        if self.data is None or self.seen is None or self.validation is None:
             raise RuntimeError("the server has nothing to evaluate")
-        return self.measure("validation", self.data, self.validation)[0]
+        return self.measure("validation", self.seen, self.data, self.validation)[0]
 
     def audit(self) -> dict[str, float]:
         """What the vectors last sent give away: F1 of the similarity-based inference attack on this domain's users.
@@ -220,8 +230,10 @@ class Node:
                 found |= {f"{key}_popularity/f1_at_{k}": f1 for k, f1 in popularity_baseline(self.data).items()}
         return found
 
-    def measure(self, part: str, seen: Interactions, truth: tuple[Array, Array]) -> tuple[Measured, Ranking]:
-        """Rank `truth` (indptr, items) for every user who has some; `seen` is masked, and is what the method may look at."""
+    def measure(
+        self, part: str, seen: Interactions, known: Interactions, truth: tuple[Array, Array]
+    ) -> tuple[Measured, Ranking]:
+        """Rank `truth` (indptr, items) for every user who has some; `seen` is masked, the method may look at `known`."""
         evaluation, data = self.plan.config.evaluation, self.data
         assert data is not None
         indptr, items = truth
@@ -233,7 +245,7 @@ class Node:
         protocol = get_protocol(evaluation.protocol)
         torch.manual_seed(0)
         if self.method.observe is not None:
-            self.method.observe(self.state, seen)
+            self.method.observe(self.state, known)
         try:
             drawn = None if protocol.negatives is None else self._candidates(part, users, protocol.negatives)
             ranking = rank(

@@ -56,19 +56,3 @@ def draw_negatives(data: Interactions, users: npt.NDArray[np.int64], rng: np.ran
     rank = rng.integers(0, np.maximum(free, 1))
     below = np.searchsorted(gaps, users * data.n_items + rank, side="right") - start[users]
     return np.where(free > 0, rank + below, -1)
-
-
-def subsample(data: Interactions, share: float, rng: np.random.Generator) -> Interactions:
-    """A random share of a domain's training interactions, in their order; users and items keep their numbers.
-
-    The same generator state gives nested sets: a smaller share is a part of a larger one. At least one interaction is kept.
-
-    Raises:
-        ValueError: `share` is not in (0, 1].
-    """
-    if not 0 < share <= 1:
-        raise ValueError(f"the share of training interactions must be in (0, 1], got {share}")
-    if share == 1:
-        return data
-    kept = np.sort(rng.permutation(len(data.users))[: max(1, round(share * len(data.users)))])
-    return Interactions.build(data.n_users, data.n_items, data.users[kept], data.items[kept], data.times[kept])

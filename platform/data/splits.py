@@ -60,6 +60,20 @@ def _draw(users: Int64s, items: Int64s, seed: int) -> npt.NDArray[np.uint64]:
     return _mix(_mix(start ^ users.astype(np.uint64)) ^ items.astype(np.uint64))
 
 
+def share_of(users: Int64s, items: Int64s, share: float, seed: int) -> npt.NDArray[np.bool_]:
+    """A random share of interactions, drawn apart from the split; a smaller share is a part of a larger one.
+
+    Args:
+        users, items: int [n]. share: above 0, at most 1; at least one interaction is kept.
+
+    Returns:
+        bool [n]: whether it is kept.
+    """
+    kept = np.zeros(len(users), np.bool_)
+    kept[np.argsort(_draw(users, items, ~seed), kind="stable")[: max(1, round(share * len(users)))]] = True
+    return kept
+
+
 def _by_rank(order: Int64s, users: Int64s, n_users: int, train: Int64s, validation: Int64s) -> Int8s:
     """Labels by the place of a row among its user's rows; `order` lists the rows user by user."""
     counts = np.bincount(users, minlength=n_users)

@@ -11,22 +11,27 @@ from crossfed.platform.seam import Interactions
 
 def _measure(node: Node) -> Measured:
     """Test metrics of one domain: training and validation items are seen and masked; per-user values stay as rows without ids."""
-    assert node.data is not None
+    assert node.data is not None and node.seen is not None
     train, validation, test = node.data, node.load("validation"), node.load("test")
-    seen = Interactions.build(
-        train.n_users,
-        train.n_items,
-        np.concatenate([train.users, validation.users]),
-        np.concatenate([train.items, validation.items]),
-        np.concatenate([train.times, validation.times]),
-    )
-    measured, ranking = node.measure("test", seen, (test.indptr, test.items))
+    known = _together(train, validation)
+    seen = known if train is node.seen else _together(node.seen, validation)
+    measured, ranking = node.measure("test", seen, known, (test.indptr, test.items))
     folder = node.plan.run_dir / "per_user"
     folder.mkdir(exist_ok=True)
     trained = np.diff(train.indptr)[ranking.users]
     table = pd.DataFrame({"user": ranking.users, "n_train": trained, "n_truth": ranking.n_truth} | ranking.per_user)
     table.to_parquet(folder / f"{node.name}.test.parquet", index=False)
     return measured
+
+
+def _together(one: Interactions, other: Interactions) -> Interactions:
+    return Interactions.build(
+        one.n_users,
+        one.n_items,
+        np.concatenate([one.users, other.users]),
+        np.concatenate([one.items, other.items]),
+        np.concatenate([one.times, other.times]),
+    )
 
 
 def test_once(plan: Plan, nodes: Nodes) -> dict[str, Measured]:

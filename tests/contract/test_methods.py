@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from crossfed.platform.config import RunConfig, build
 from crossfed.platform.controls import CONTROLS
 from crossfed.platform.discovery import find_method, method_file, method_names
+from crossfed.platform.evaluation.final import test_once as final_test
 from crossfed.platform.nodes import InProcess
 from crossfed.platform.rounds import check_method
 from crossfed.platform.run import load_scorer, run_federation, stored_config
@@ -170,6 +172,19 @@ def test_the_exported_model_scores_like_the_live_one(name: str, shops: Path, tmp
         served = load_scorer(done.run_dir, domain)(users)
         assert served.shape == (3, {"books": 30, "films": 25, "games": 35}[domain])
         torch.testing.assert_close(served, scores, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_tenth_of_the_training_data_will_do(name: str, shops: Path, tmp_path: Path) -> None:
+    """Most users and items have nothing left to train on; they are measured all the same."""
+    few = run_federation(small(name, shops, tmp_path, "evaluation.train_share=0.1"), finish=final_test)
+    assert {name: row["test_users"] for name, row in few.result["domains"].items()} == {
+        "books": 40,
+        "films": 50,
+        "games": 30,
+    }
+    for domain in few.result["domains"].values():
+        assert all(math.isfinite(value) for value in (*domain["validation"].values(), *domain["test"].values()))
 
 
 @pytest.mark.parametrize("name", METHODS)

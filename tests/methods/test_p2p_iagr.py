@@ -645,20 +645,6 @@ def test_the_metrics_by_hand(data):
 # --- State and data ---
 
 
-def test_a_share_of_the_training_interactions(data):
-    """`train_share`: graph, histories and batches hold that share, the same in every process, nested across shares."""
-    whole, half, again = fresh(data), fresh(data, train_share=0.5), fresh(data, train_share=0.5)
-    assert len(half.users) == round(0.5 * len(whole.users))
-    assert torch.equal(half.users, again.users) and torch.equal(half.items, again.items)
-    assert half.adjacency.values().numel() == 2 * len(half.users)
-    pairs = [
-        set(zip(s.users.tolist(), s.items.tolist(), strict=True)) for s in (fresh(data, train_share=0.2), half, whole)
-    ]
-    assert pairs[0] < pairs[1] < pairs[2]
-    with pytest.raises(ValueError, match="train_share"):
-        Config(train_share=0.0)
-
-
 def test_continuing_from_a_state_is_bit_for_bit(data):
     straight, first, second = fresh(data), fresh(data), fresh(data, seed=9)
     expected = train(straight, data, range(1, 5))

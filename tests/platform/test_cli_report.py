@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from crossfed.platform.checkpoint import read_json
 from crossfed.platform.cli import app
 from crossfed.platform.seam import CrossfedError
 from made_runs import make_run, users
@@ -58,11 +60,17 @@ def test_forms_of_a_comparison(out: Path) -> None:
 
 def test_every_analysis_prints_its_table_and_writes_picture_and_numbers(out: Path) -> None:
     both = ["l0", "f0", "f1", "--out", out]
+    half = read_json(out / "l0/result.json")["domains"]
+    make_run(
+        out / "half", "lightgcn", 0, {name: {"recall_at_20": np.full(row["test_users"], 0.1)} for name, row in half.items()},
+        sets=("evaluation.train_share=0.5",),
+    )  # fmt: skip
     for name, args, words in (
         ("cohorts", ["cohorts", *both, "--bounds", "20"], "| lightgcn | books |"),
         ("upload", ["upload", *both], "bytes to"),
         ("time", ["time", *both], "epochs in it"),
         ("ablation", ["ablation", "f0", "f1", "cl", "--out", out], "fedcrf, ablation=cl"),
+        ("evaluation-train-share", ["sparsity", "f0", "l0", "half", "--out", out], "| lightgcn | 0.5 | 1 | 0.1000 |"),
         (
             "ablation",
             ["sensitivity", "f0", "cl", "--key", "ablation", "--split", "validation", "--out", out],
@@ -81,7 +89,7 @@ def test_what_an_analysis_cannot_show_is_told(out: Path) -> None:
     for args, words in (
         (["cohorts", *runs, "--bounds", "7;15"], "no list of whole numbers"),
         (["cohorts", *runs, "--bounds", "15,7"], "must ascend"),
-        (["sparsity", *runs], "what train_share does: none of them has it"),
+        (["sparsity", *runs], "what evaluation.train_share does: it is the same in all of them"),
         (["utility", *runs], "None of these runs perturbs"),
         (["weights", "f0", "--out", out], "reports no aggregation weights"),
         (["prototypes", "f0", "--out", out], "exported no prototypes"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossfed.methods.parts.sampling import bpr_epoch, draw_negatives, subsample
+from crossfed.methods.parts.sampling import bpr_epoch, draw_negatives
 from crossfed.platform.seam import Interactions
 
 
@@ -79,22 +79,3 @@ def test_batch_size_must_be_positive():
     data = Interactions.build(1, 2, np.array([0]), np.array([0]))
     with pytest.raises(ValueError, match="batch_size"):
         next(bpr_epoch(data, 0, np.random.default_rng(0)))
-
-
-def test_a_share_of_the_interactions():
-    """Nested, in order, of the size asked for; the whole is the data itself."""
-    rng = np.random.default_rng(3)
-    pairs = np.unique(rng.integers(0, [20, 30], (200, 2)), axis=0)
-    data = Interactions.build(20, 30, pairs[:, 0], pairs[:, 1], rng.integers(0, 9, len(pairs)))
-    rows = [set(zip(d.users.tolist(), d.items.tolist(), d.times.tolist(), strict=True)) for d in (
-        subsample(data, share, np.random.default_rng(1)) for share in (0.2, 0.6, 1.0)
-    )]  # fmt: skip
-    assert [len(part) for part in rows] == [round(share * len(pairs)) for share in (0.2, 0.6, 1.0)]
-    assert rows[0] < rows[1] < rows[2]
-    half = subsample(data, 0.5, np.random.default_rng(1))
-    assert (half.n_users, half.n_items) == (20, 30)
-    assert (np.diff(half.users) >= 0).all() and half.indptr[-1] == len(half.items)
-    assert not np.array_equal(half.items, subsample(data, 0.5, np.random.default_rng(2)).items)
-    assert subsample(data, 1.0, np.random.default_rng(1)) is data
-    with pytest.raises(ValueError, match="share"):
-        subsample(data, 0.0, np.random.default_rng(1))

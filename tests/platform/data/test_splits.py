@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossfed.platform.data.splits import SPLITS, assign, check_leakage, ratio_counts
+from crossfed.platform.data.splits import SPLITS, assign, check_leakage, ratio_counts, share_of
 from crossfed.platform.seam import CrossfedError
 
 
@@ -174,3 +174,18 @@ def test_labels_are_checked():
 def test_impossible_splits(rows, rule, words):
     with pytest.raises(CrossfedError, match=words):
         assign(*rows, 3, rule)
+
+
+def test_shares_are_nested_and_drawn_apart_from_the_split():
+    rng = np.random.default_rng(3)
+    users, items = np.unique(rng.integers(0, [200, 300], (20_000, 2)), axis=0).T
+    kept = {share: share_of(users, items, share, 7) for share in (0.2, 0.6, 1.0)}
+    assert [mask.sum() for mask in kept.values()] == [round(share * len(users)) for share in kept]
+    assert (kept[0.2] <= kept[0.6]).all() and kept[1.0].all()
+    order = rng.permutation(len(users))
+    assert np.array_equal(share_of(users[order], items[order], 0.2, 7), kept[0.2][order])
+    assert not np.array_equal(share_of(users, items, 0.2, 8), kept[0.2])
+    assert share_of(users[:3], items[:3], 0.01, 7).sum() == 1
+    parts = assign(users, items, np.zeros(len(users)), 200, "ratio-80-10-10", 7)
+    for part in range(3):  # of every part of the split alike
+        assert kept[0.2][parts == part].mean() == pytest.approx(0.2, abs=0.03)
