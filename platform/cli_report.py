@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -291,9 +292,9 @@ def sparsity(
 
     with gather(runs, out, tracking_uri) as finished:
         named = "share of training interactions used"
-        _draw(
-            settings.sensitivity(finished, "evaluation.train_share", _metric(finished, metric), "test", named), to, out
-        )
+        chosen = _metric(finished, metric)
+        found = settings.sensitivity(finished, "evaluation.train_share", chosen, "test", named)
+        _draw(replace(found, name=f"sparsity-{chosen}"), to, out)
 
 
 @analyse_app.command()

@@ -70,7 +70,7 @@ def test_every_analysis_prints_its_table_and_writes_picture_and_numbers(out: Pat
         ("upload", ["upload", *both], "bytes to"),
         ("time", ["time", *both], "epochs in it"),
         ("ablation", ["ablation", "f0", "f1", "cl", "--out", out], "fedcrf, ablation=cl"),
-        ("evaluation-train-share", ["sparsity", "f0", "l0", "half", "--out", out], "| lightgcn | 0.5 | 1 | 0.1000 |"),
+        ("sparsity-recall", ["sparsity", "f0", "l0", "half", "--out", out], "| lightgcn | 0.5 | 1 | 0.1000 |"),
         (
             "ablation",
             ["sensitivity", "f0", "cl", "--key", "ablation", "--split", "validation", "--out", out],
