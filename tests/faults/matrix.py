@@ -46,6 +46,8 @@ SETTINGS = (
     "resources.cpus_per_domain=1", "resources.cpus_server=1", "resources.placement=SPREAD", "resources.round_timeout=120",
     "resources.start_timeout=600", "tracking.artifacts=false",
 )  # fmt: skip
+LONG = {"rounds": 3, "epochs": 3, "cf_epochs": 3}
+"""Lengths of stages, where a method has them, at which every stage has a first, a middle and a last round."""
 KINDS = ("kill a domain", f"kill {SERVER}", f"remove machine of {DOMAINS[0]}", "kill driver")
 LIMIT = 480
 """Seconds after which a case counts as a hang, on a machine that does nothing else."""
@@ -80,6 +82,12 @@ class Outcome:
     outcome: str
     restarts: int
     seconds: float
+
+
+def settings(method: str) -> tuple[str, ...]:
+    """What all runs of a method set."""
+    fields = find_method(method).Config.model_fields
+    return (*SETTINGS, *(f"{key}={value}" for key, value in LONG.items() if key in fields))
 
 
 def numbers(result: dict[str, Any]) -> dict[str, Any]:
@@ -244,7 +252,7 @@ def matrix(
     machines, found = Machines(), list[Outcome]()
     try:
         for method in methods:
-            calm = run_federation(small(method, shops, folder / method / "calm", *SETTINGS), finish=test_once)
+            calm = run_federation(small(method, shops, folder / method / "calm", *settings(method)), finish=test_once)
             rows = history(calm.run_dir)
             server = [SERVER] if find_method(method).init_server else []
             chosen = cases(method, rows, [*server, *DOMAINS], wanted)
@@ -252,7 +260,7 @@ def matrix(
                 chosen = [case for kind in KINDS for case in [c for c in chosen if c.kind == kind][:each]]
             for number, case in enumerate(chosen):
                 place = folder / method / f"{number:03d}"
-                config = small(method, shops, place / "runs", *SETTINGS, backend="ray")
+                config = small(method, shops, place / "runs", *settings(method), backend="ray")
                 outcome = run_case(case, config, (numbers(calm.result), rows), machines, place, allowed)
                 found.append(outcome)
                 tell(line(outcome))
@@ -282,9 +290,9 @@ def spread(methods: Sequence[str], shops: Path, folder: Path, tell: Callable[[st
     machines, sound = Machines(), True
     try:
         for method in methods:
-            calm = run_federation(small(method, shops, folder / method / "calm", *SETTINGS), finish=test_once)
+            calm = run_federation(small(method, shops, folder / method / "calm", *settings(method)), finish=test_once)
             sets = (
-                *SETTINGS,
+                *settings(method),
                 "resources.placement=STRICT_SPREAD",
                 "resources.gpus_per_domain=1",
                 "resources.device=cpu",

@@ -368,6 +368,7 @@ def test_a_training_that_does_not_end_is_given_up() -> None:
         ray_tokeniser._fit(Trainer(), 0.05)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_ray_train_gives_the_same_bits_as_this_process(
     shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
 ) -> None:

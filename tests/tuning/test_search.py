@@ -50,7 +50,7 @@ def test_a_study_survives_what_its_trials_do(shops: Path, tmp_path: Path, ray_cl
     from mlflow import MlflowClient
 
     search = Search(
-        name="faults", trials=4, sampler="grid", pruner="none", seeds=2, concurrent=2, retries=1,
+        name="faults", trials=4, sampler="grid", pruner="none", seeds=2, concurrent=2, retries=0,
         changes={"fault": ["none", "nan", "raise", "die"]},
     )  # fmt: skip
     found = start(search, base(tmp_path, shops, "toys:FRAGILE", tracking=True), finish=final_test)
