@@ -8,29 +8,16 @@ runs one again whose process died. What is asked, reported, stopped and remember
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 import os
-import shutil
-import signal
 import statistics
-import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import ray
 from optuna.exceptions import StorageInternalError
-from optuna.trial import TrialState
-from pydantic import ValidationError
-from ray import tune
-from ray.tune.experiment import Trial
-from ray.tune.schedulers import FIFOScheduler
-from ray.tune.search import ConcurrencyLimiter, Searcher
 from sqlalchemy.exc import SQLAlchemyError
 
 from crossfed.platform import cluster, tracking
@@ -38,17 +25,18 @@ from crossfed.platform.checkpoint import read_json, write_json
 from crossfed.platform.config import RunConfig
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.nodes import Artifacts, Plan
-from crossfed.platform.progress import Progress, make_progress, number, span
+from crossfed.platform.progress import Progress, make_progress
 from crossfed.platform.run import RESULT, Finish, chosen_domains, make_artifacts, resolve_data
 from crossfed.platform.seam import CrossfedError
 from crossfed.platform.tracking import Tracker
 from crossfed.tuning import report
+from crossfed.tuning.desk import TIME_IS_UP, Desk, Finals, final_name, setting_of
 from crossfed.tuning.figures import save_figures
-from crossfed.tuning.study import QUALITY, STUDY, Search, Study, differences, quality, reason, total_rounds
-from crossfed.tuning.trial import STOPPED, FederationTrial
+from crossfed.tuning.fit import Interruptible, fit
+from crossfed.tuning.slots import Slots, slots
+from crossfed.tuning.study import STUDY, Search, Study, differences, reason, total_rounds
 
 SUMMARY = "study.json"
-TIME_IS_UP = "time budget"
 UNKEPT = (OSError, SQLAlchemyError, StorageInternalError)
 
 # read by Tune when a search starts
@@ -68,475 +56,6 @@ class Found:
 
     study: Study
     summary: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """What a trial reserves, and how many run at once.
-
-    Attributes:
-        bundles: of the trial's placement group; the first is the trial's own process.
-        run: the trials' resources, every share a number.
-        cpus, gpus: of one trial.
-    """
-
-    bundles: tuple[dict[str, float], ...]
-    run: RunConfig
-    at_once: int
-    cpus: float
-    gpus: float
-
-
-def slots(
-    base: RunConfig, nodes: Sequence[str], concurrent: int | None, machines: Sequence[Mapping[str, Any]]
-) -> Slots:
-    """Divide a cluster among trials.
-
-    Args:
-        nodes: names of a run's nodes. concurrent: trials at once; None takes as many as fit.
-        machines: rows of `ray.nodes()`.
-
-    Raises:
-        CrossfedError: not even one trial can be placed; the shortfall in words.
-    """
-    alive = [row["Resources"] for row in machines if row["Alive"]]
-    cpus, gpus = (sum(row.get(kind, 0.0) for row in alive) for kind in ("CPU", "GPU"))
-    if base.backend == "inprocess":
-        at_once = concurrent or max(1, int(cpus))
-        share = cluster.Share(max(0.01, int(100 * min(1.0, cpus / at_once)) / 100), 0.0)
-        return Slots(({"CPU": share.cpus},), base, at_once, share.cpus, 0.0)
-    set_aside = any(cluster.SERVER_RESOURCE in row for row in alive)
-    wanted = cluster.shares(base.resources, nodes, cpus, gpus, set_aside)
-    cluster.preflight(wanted, [dict(row) for row in machines])
-    at_once = concurrent or _fitting(base, len(nodes), wanted, cpus, gpus)
-    wanted = cluster.shares(base.resources, nodes, cpus / at_once, gpus / at_once, set_aside)
-    domain = next(share for name, share in wanted.items() if name != cluster.SERVER)
-    server = wanted.get(cluster.SERVER, domain)
-    resources = base.resources.model_copy(
-        update={"cpus_per_domain": domain.cpus, "gpus_per_domain": domain.gpus, "cpus_server": server.cpus}
-    )
-    if base.resources.gpus_per_domain is None and not domain.gpus:
-        resources = resources.model_copy(update={"gpus_per_domain": 0.0})
-    total = [sum(getattr(share, kind) for share in wanted.values()) for kind in ("cpus", "gpus")]
-    # the trial's own process waits for its nodes, beside the server's; without one, where machines are set aside (with MLflow)
-    own = {cluster.SERVER_RESOURCE: cluster.SLOT} if set_aside and cluster.SERVER not in nodes else dict[str, float]()
-    bundles = (own, *(share.bundle() for share in wanted.values()))
-    return Slots(bundles, base.model_copy(update={"resources": resources}), at_once, *total)
-
-
-def _fitting(base: RunConfig, nodes: int, wanted: Mapping[str, cluster.Share], cpus: float, gpus: float) -> int:
-    """How many trials run at once where it is not said: as many as have a whole CPU per node, or the shares asked for."""
-    asked = base.resources
-    per = sum(share.cpus for share in wanted.values()) if asked.cpus_per_domain and asked.cpus_server else float(nodes)
-    fits = [cpus / per]
-    domains = [share for name, share in wanted.items() if name != cluster.SERVER]
-    if gpus and asked.device != "cpu" and asked.gpus_per_domain != 0:
-        fits.append(gpus / sum(asked.gpus_per_domain or 1.0 for _ in domains))
-    return max(1, int(min(fits) + 1e-9))
-
-
-# -- what runs ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Desk:
-    """Where Tune's calls arrive: hands out trials, judges rounds, closes the books.
-
-    Attributes:
-        halt: why everything shall stop, once it shall.
-        latest: number -> the facts last reported.
-        problem: why the books can no longer be kept, once they cannot.
-    """
-
-    study: Study
-    slots: Slots
-    parent: Tracker
-    say: Callable[[str], None]
-    uri: str | None
-    halt: str | None = None
-    latest: dict[int, dict[str, Any]] = field(default_factory=dict)
-    pruned: set[int] = field(default_factory=set)
-    deadline: float | None = None
-    since: float = 0.0
-    problem: Exception | None = None
-
-    @contextlib.contextmanager
-    def keeping(self) -> Iterator[None]:
-        """End everything where the books cannot be kept. Tune would take it for a trial's failure, or die of it."""
-        try:
-            yield
-        except Exception as error:  # raised again once all has stopped
-            self.problem = self.problem or error
-            self.halt = self.halt or "the study's records could not be written"
-
-    def next(self) -> dict[str, Any] | None:
-        """The next trial's Tune configuration."""
-        while self.halt is None and (task := self.study.next()) is not None:
-            base = self.slots.run
-            values = {**base.config, **task.values}
-            try:
-                checked = base.resolved.Config.model_validate(values).model_dump(mode="json")
-            except ValidationError as error:
-                self._failed(task.number, f"the setting is not possible: {error.errors()[0]['msg']}")
-                continue
-            if task.again:
-                self.say(f"trial {task.number} goes on from its last committed round")
-            folder = self.study.folder_of(task.number)
-            settings = base.tracking.model_copy(
-                update={
-                    "uri": self.uri,
-                    "parent_run_id": self.parent.run_id,
-                    "params": tuple(task.values),
-                    "tags": base.tracking.tags | self._tags() | {"role": "trial", "trial": str(task.number)},
-                    "artifacts": False,
-                }
-            )
-            run = base.model_copy(update={"config": checked, "out": folder.parent, "tracking": settings})
-            return self._task(task.number, run, folder.name, self.study.search.max_rounds)
-        return None
-
-    def _tags(self) -> dict[str, str]:
-        return {"study": self.study.search.name}
-
-    def _task(self, number: int, run: RunConfig, name: str, cap: int | None) -> dict[str, Any]:
-        return {
-            "number": number,
-            "run": run,
-            "name": name,
-            "cap": cap,
-            "cpus": self.slots.cpus,
-            "gpus": self.slots.gpus,
-        }
-
-    def judge(self, trial: Trial, result: Mapping[str, Any]) -> bool:
-        """Whether a trial stops after the round it reports."""
-        index, facts = trial.config["number"], json.loads(result["facts"])
-        self.latest[index] = facts
-        value = quality(self.study.search.objectives[0], facts["domains"]) if facts["domains"] else None
-        if not self.study.report(index, result["step"], value):
-            return False
-        why = f"stopped by {self.study.search.pruner} after round {result['step']}"
-        (self.study.folder_of(index) / STOPPED).write_text(why, encoding="utf-8")
-        self.pruned.add(index)
-        return True
-
-    def close(self, trial: Trial, result: Mapping[str, Any]) -> None:
-        """A trial is over, or was stopped."""
-        index = trial.config["number"]
-        if index not in self.study.active:
-            return
-        self.spend()
-        if result.get("failed"):
-            self._failed(index, str(result["failed"]))
-        elif index in self.pruned:
-            facts = self.latest[index]
-            self.study.prune(index, {**facts, "run_id": self._run_id(index)})
-            self._tell(index, trial, "pruned", facts)
-        elif result.get("over"):
-            facts = json.loads(result["facts"])
-            try:
-                self.study.finish(index, {**facts, "run_id": self._run_id(index)})
-            except CrossfedError as error:
-                self._failed(index, str(error))
-                return
-            self._tell(index, trial, "finished", facts)
-            best = self.study.best()
-            if best is not None:
-                self.parent.log({"best_value": best.values[0]}, sum(t.state.is_finished() for t in self.study.trials()))
-
-    def spend(self) -> None:
-        """Count the time since the last call against the study's budget."""
-        now = time.monotonic()
-        self.study.spend(now - self.since)
-        self.since = now
-
-    def lost(self, trial: Trial, reason: str) -> None:
-        """A trial failed for good: its process died more often than it may."""
-        self._failed(trial.config["number"], reason)
-
-    def _failed(self, index: int, reason: str) -> None:
-        if index in self.study.active:
-            tracking.close(self._settings(), self.study.folder_of(index), "FAILED", reason, "failed")
-            self.study.fail(index, reason)
-            self.say(f"trial {index}  failed: {reason}")
-
-    def _settings(self) -> tracking.TrackingSettings:
-        return self.study.base.tracking.model_copy(update={"uri": self.uri})
-
-    def _run_id(self, index: int) -> str:
-        return self.study.folder_of(index).name
-
-    def _tell(self, index: int, trial: Trial, outcome: str, facts: Mapping[str, Any]) -> None:
-        objectives = self.study.search.objectives
-        metric = self.study.base.evaluation.select
-        best = self.study.best()
-        values = "  ".join(
-            f"{metric if name == 'mean' else name} {number(quality(name, facts['domains']))}"
-            if name in QUALITY or name.startswith("domain:")
-            else f"{name} {facts.get('bytes_up' if name == 'bytes' else name)}"
-            for name in objectives
-        )
-        setting = _setting({key: trial.config["run"].config[key] for key in self.study.parameters})
-        held = "" if best is None else f"  (best {number(best.values[0])}, trial {best.number})"
-        self.say(
-            f"trial {index}  {setting}  {outcome} after {facts['rounds']} rounds, {span(facts['seconds'])}: {values}{held}"
-        )
-
-    def stopped(self) -> None:
-        """Everything was stopped: mark what was still running, here or when an earlier process ended."""
-        self.spend()
-        over = self.halt == TIME_IS_UP
-        left = [trial.number for trial in self.study.trials(TrialState.RUNNING)] if over else list(self.study.active)
-        for index in left:
-            reason = self.halt or "the search ended"
-            tracking.close(self._settings(), self.study.folder_of(index), "KILLED", reason, "killed")
-            if over:
-                self.study.drop(index, reason)
-                self.say(f"trial {index}  killed: {reason}")
-
-
-@dataclass(slots=True)
-class Finals(Desk):
-    """The winner's runs in full, one per seed; they alone read the test split."""
-
-    todo: list[int] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-    def next(self) -> dict[str, Any] | None:
-        if self.halt is not None or not self.todo:
-            return None
-        seed, base = self.todo.pop(0), self.slots.run
-        settings = base.tracking.model_copy(
-            update={
-                "uri": self.uri,
-                "parent_run_id": self.parent.run_id,
-                "params": tuple(self.values),
-                "tags": base.tracking.tags | self._tags() | {"role": "final"},
-            }
-        )
-        run = base.model_copy(
-            update={
-                "config": {**base.config, **self.values},
-                "out": self.study.folder,
-                "tracking": settings,
-                "seed": seed,
-            }
-        )
-        return self._task(seed, run, final_name(seed), None)
-
-    def judge(self, trial: Trial, result: Mapping[str, Any]) -> bool:
-        return False
-
-    def close(self, trial: Trial, result: Mapping[str, Any]) -> None:
-        seed = trial.config["number"]
-        if result.get("failed"):
-            self.lost(trial, str(result["failed"]))
-        elif result.get("over"):
-            facts = json.loads(result["facts"])
-            told = ", ".join(f"{name} {number(value)}" for name, value in facts.get("test", {}).items())
-            self.say(
-                f"final run, seed {seed}: test {self.study.base.evaluation.select}: {told}  ({span(facts['seconds'])})"
-            )
-
-    def lost(self, trial: Trial, reason: str) -> None:
-        seed = trial.config["number"]
-        tracking.close(self._settings(), self.study.folder / final_name(seed), "FAILED", reason, "failed")
-        self.problems.append(f"final run, seed {seed}: {reason}")
-        self.say(self.problems[-1])
-
-    def stopped(self) -> None:
-        return
-
-
-def _setting(values: Mapping[str, Any]) -> str:
-    """Searched values for reading; rounded."""
-    return " ".join(
-        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()
-    )
-
-
-def final_name(seed: int) -> str:
-    """The run directory of a final run."""
-    return f"final-seed-{seed}"
-
-
-class _Unsaved:
-    """Tune pickles what it is given in order to restore it; ours is restored from the study's storage instead."""
-
-    desk: Desk
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "desk"}
-
-
-class _Ask(_Unsaved, Searcher):  # type: ignore[misc]
-    """Tune asks for trials here."""
-
-    def __init__(self, desk: Desk):
-        super().__init__(metric="step", mode="max")
-        self.desk = desk
-
-    def suggest(self, trial_id: str) -> Any:
-        found = None
-        with self.desk.keeping():
-            found = self.desk.next()
-        return found or Searcher.FINISHED
-
-    def on_trial_complete(self, trial_id: str, result: Any = None, error: bool = False) -> None:
-        return
-
-    def save_to_dir(self, checkpoint_dir: str, session_str: str = "default") -> None:
-        return
-
-
-class _Judge(_Unsaved, FIFOScheduler):  # type: ignore[misc]
-    """Tune reports rounds and ends here."""
-
-    def __init__(self, desk: Desk):
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.desk = desk
-
-    def on_trial_result(self, tune_controller: Any, trial: Trial, result: Mapping[str, Any]) -> str:
-        stop = False
-        with self.desk.keeping():
-            stop = self.desk.judge(trial, result)
-        return self.STOP if stop else self.CONTINUE
-
-    def on_trial_complete(self, tune_controller: Any, trial: Trial, result: Mapping[str, Any]) -> None:
-        with self.desk.keeping():
-            self.desk.close(trial, result)
-
-
-class _Lost(_Unsaved, tune.Callback):  # type: ignore[misc]
-    """Tune reports here what failed for good; its schedulers are told of every attempt."""
-
-    def __init__(self, desk: Desk):
-        self.desk = desk
-
-    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
-        with self.desk.keeping():
-            self.desk.lost(trial, _cause(trial))
-
-
-class _Halt(_Unsaved, tune.Stopper):  # type: ignore[misc]
-    """Stops everything between two rounds when the desk says so, or the time is up."""
-
-    def __init__(self, desk: Desk):
-        self.desk = desk
-
-    def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
-        return False
-
-    def stop_all(self) -> bool:
-        desk = self.desk
-        if desk.halt is None and desk.deadline is not None and time.monotonic() > desk.deadline:
-            desk.halt = TIME_IS_UP
-        return desk.halt is not None
-
-
-def _name(trial: Trial) -> str:
-    """A short one: by default Tune writes the whole configuration into a folder's name."""
-    return f"{trial.config['name']}-{trial.trial_id}"
-
-
-def _cause(trial: Trial) -> str:
-    """Why a trial failed, in a line: the last line of an exception's text, the first of Ray's word on a dead process."""
-    path = trial.error_file
-    if path is None or not Path(path).is_file():
-        return "its process died"
-    last = Path(path).read_text(encoding="utf-8", errors="replace").rpartition("Failure #")[2]
-    lines = [line.strip() for line in last.splitlines()[1:] if line.strip()]
-    if not lines:
-        return "its process died"
-    return lines[-1] if "ray::" in lines[0] else lines[0]
-
-
-class _Interruptible:
-    """Ctrl-C and SIGTERM end a search between two rounds, and at once where none goes on or when they come again.
-
-    Attributes:
-        desk: of the search that goes on.
-    """
-
-    def __init__(self, warn: Callable[[str], None]):
-        self.warn = warn
-        self.desk: Desk | None = None
-        self.before: dict[int, Any] = {}
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self.before = {which: signal.signal(which, self._halt) for which in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for which, handler in self.before.items():
-            signal.signal(which, handler)
-
-    def _halt(self, _signal: int, _frame: FrameType | None) -> None:
-        if self.desk is None or self.desk.halt is not None:
-            raise KeyboardInterrupt
-        self.desk.halt = "interrupted"
-        self.warn("Interrupted: running trials end after their round; once more ends them now.")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Tune's own log repeats, with tracebacks, what is told here in a line."""
-    log = logging.getLogger("ray.tune")
-    before = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(before)
-
-
-def _fit(desk: Desk, count: int, artifacts: Artifacts, finish: Finish | None, signals: _Interruptible) -> None:
-    """Run up to `count` trials from a desk.
-
-    Raises:
-        KeyboardInterrupt: the user ended it; what was committed stays.
-        Exception: the study's storage or disk took no more.
-    """
-    placed, folder = desk.slots, desk.study.folder
-    trainable = tune.with_parameters(FederationTrial, artifacts=dict(artifacts), finish=finish)
-    strategy = placed.run.resources.placement
-    trainable = tune.with_resources(trainable, tune.PlacementGroupFactory(list(placed.bundles), strategy=strategy))
-    tuner = tune.Tuner(
-        trainable,
-        tune_config=tune.TuneConfig(
-            search_alg=ConcurrencyLimiter(_Ask(desk), max_concurrent=placed.at_once),
-            scheduler=_Judge(desk),
-            num_samples=count,
-            reuse_actors=True,
-            trial_name_creator=_name,
-            trial_dirname_creator=_name,
-        ),
-        run_config=tune.RunConfig(
-            name=f"tune-{int(time.time())}",
-            storage_path=str(folder / ".tune"),
-            stop=_Halt(desk),
-            callbacks=[_Lost(desk)],
-            failure_config=tune.FailureConfig(max_failures=desk.study.search.retries),
-            verbose=0,
-        ),
-    )
-    try:
-        with _quiet():
-            signals.desk = desk
-            tuner.fit()
-    finally:
-        signals.desk = None
-        with desk.keeping():
-            desk.stopped()
-    if desk.problem is not None:
-        raise desk.problem
-    shutil.rmtree(folder / ".tune", ignore_errors=True)  # Tune's own state, which nothing here reads
-    if desk.halt == "interrupted":
-        raise KeyboardInterrupt
 
 
 # -- the whole search --------------------------------------------------------------------------------------------------
@@ -615,7 +134,7 @@ def go_on(study: Study, *, more: int = 0, finish: Finish | None = None, view: Pr
     with study.locked(), view, _kept(study):
         joined = cluster.connect(base.resources)
         try:
-            with _Interruptible(view.warn) as signals:
+            with Interruptible(view.warn) as signals:
                 nodes = Plan(base, data.path, domains, study.folder, study.folder).nodes
                 placed = slots(base, nodes, search.concurrent, ray.nodes())  # type: ignore[no-untyped-call]
                 if more:
@@ -651,14 +170,14 @@ def _kept(study: Study) -> Iterator[None]:
         ) from error
 
 
-def _search(desk: Desk, artifacts: Artifacts, signals: _Interruptible) -> None:
+def _search(desk: Desk, artifacts: Artifacts, signals: Interruptible) -> None:
     """Run the trials that are left, within the time that is left."""
     study = desk.study
     if (left := study.left()) > 0:
         seconds = study.seconds_left()
         if seconds > 0:
             desk.deadline = desk.since + seconds
-            _fit(desk, left, artifacts, None, signals)
+            fit(desk, left, artifacts, None, signals)
         else:
             desk.halt = TIME_IS_UP
             desk.stopped()
@@ -739,7 +258,7 @@ def _finals(
     artifacts: Artifacts,
     finish: Finish | None,
     view: Progress,
-    signals: _Interruptible,
+    signals: Interruptible,
 ) -> dict[str, Any]:
     """Run the winner in full for every seed that was not yet, and sum the study up."""
     winner = study.best()
@@ -762,9 +281,9 @@ def _finals(
     todo = [seed for seed in seeds if not (study.folder / final_name(seed) / RESULT).is_file()]
     if todo:
         seeds_told = ", ".join(map(str, todo))
-        view.note(f"winner     trial {winner.number}: {_setting(values)}; now in full, seeds {seeds_told}")
+        view.note(f"winner     trial {winner.number}: {setting_of(values)}; now in full, seeds {seeds_told}")
         desk = Finals(study, placed, parent, view.note, _uri(study), todo=todo, values=values)
-        _fit(desk, len(todo), artifacts, finish, signals)
+        fit(desk, len(todo), artifacts, finish, signals)
         if desk.problems:
             raise CrossfedError(f"{desk.problems[0].rstrip('.')}. Mend it and run crossfed tune resume {study.folder}.")
     return _summary(study, winner.number, values, seeds)

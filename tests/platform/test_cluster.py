@@ -60,7 +60,7 @@ def test_the_server_stays_on_machines_that_are_set_aside() -> None:
 
 def test_a_trial_without_a_server_waits_where_machines_are_set_aside() -> None:
     """There MLflow runs, on the loopback interface."""
-    from crossfed.tuning.search import slots
+    from crossfed.tuning.slots import slots
 
     base = build("lightgcn")
     head = machine(8)

@@ -17,7 +17,10 @@ from crossfed.platform.config import build
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.seam import CrossfedError
 from crossfed.tuning import search as searching
-from crossfed.tuning.search import Desk, _Ask, _Halt, _Judge, _kept, check, go_on, slots, start, tune_all
+from crossfed.tuning.desk import Desk
+from crossfed.tuning.fit import Ask, Halt, Judge
+from crossfed.tuning.search import _kept, check, go_on, start, tune_all
+from crossfed.tuning.slots import slots
 from crossfed.tuning.study import Search, Study
 
 SPACE = ["--search", "step={low: 0.1, high: 1.0}"]
@@ -140,7 +143,7 @@ def test_a_storage_that_takes_no_more_ends_the_search_in_a_sentence(
     study = study_on(shops, tmp_path)
     parent: Any = SimpleNamespace(run_id=None)
     desk = Desk(study, slots(study.base, ("server", "books"), 1, []), parent, print, None)
-    asked = _Ask(desk).suggest("a")
+    asked = Ask(desk).suggest("a")
 
     class Told:
         config = asked
@@ -153,13 +156,13 @@ def test_a_storage_that_takes_no_more_ends_the_search_in_a_sentence(
         context.setattr("optuna.Trial.report", broken)
         facts = json.dumps({"domains": {"books": 0.1}, "rounds": 4, "bytes_up": 1, "seconds": 1.0})
         for call in (
-            lambda: _Judge(desk).on_trial_result(None, Told, {"step": 1, "facts": facts}),  # type: ignore[arg-type]
-            lambda: _Judge(desk).on_trial_complete(None, Told, {"over": True, "facts": facts}),  # type: ignore[arg-type]
+            lambda: Judge(desk).on_trial_result(None, Told, {"step": 1, "facts": facts}),  # type: ignore[arg-type]
+            lambda: Judge(desk).on_trial_complete(None, Told, {"over": True, "facts": facts}),  # type: ignore[arg-type]
         ):
             desk.halt, desk.problem = None, None
             call()
             assert isinstance(desk.problem, StorageInternalError)
-            assert _Halt(desk).stop_all() and _Ask(desk).suggest("b") == Searcher.FINISHED
+            assert Halt(desk).stop_all() and Ask(desk).suggest("b") == Searcher.FINISHED
     with (
         pytest.raises(CrossfedError, match=r"could not be kept: database or disk is full; .* resume .*/s\.$"),
         _kept(study),

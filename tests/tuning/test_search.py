@@ -20,7 +20,8 @@ from crossfed.platform.config import RunConfig, build
 from crossfed.platform.evaluation.final import test_once as final_test
 from crossfed.platform.run import run_federation
 from crossfed.platform.seam import CrossfedError
-from crossfed.tuning.search import go_on, slots, start, tune_all
+from crossfed.tuning.search import go_on, start, tune_all
+from crossfed.tuning.slots import slots
 from crossfed.tuning.study import Search, Study
 
 pytestmark = pytest.mark.timeout(600)

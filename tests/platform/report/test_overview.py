@@ -20,7 +20,7 @@ from crossfed.platform.report.overview import overview
 from crossfed.platform.report.sources import load_runs
 from crossfed.platform.seam import CrossfedError
 from crossfed.platform.tracking import Tracker, TrackingSettings, add_artifact, reading
-from crossfed.tuning.search import final_name
+from crossfed.tuning.desk import final_name
 from made_runs import make_run, users
 
 VOID = {"meta", "img"}

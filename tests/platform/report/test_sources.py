@@ -146,7 +146,7 @@ def test_a_run_that_never_read_the_test_split_is_refused(tmp_path: Path) -> None
 
 
 def study(folder: Path, seeds: int, method: str = "fedcrf", **sets: Any) -> Path:
-    from crossfed.tuning.search import final_name
+    from crossfed.tuning.desk import final_name
 
     folder.mkdir(parents=True)
     (folder / "study.yaml").write_text(f"search: {{name: {folder.name}, seeds: {seeds}}}\n")
