@@ -38,6 +38,7 @@ from crossfed.platform.progress import Progress, SummaryRow, make_progress
 from crossfed.platform.report import figures
 from crossfed.platform.rounds import HISTORY, LEDGER, Round, Rounds
 from crossfed.platform.seam import CrossfedError, Direction, Scope
+from crossfed.platform.spool import RUN_ID
 from crossfed.platform.storage import Mirror
 from crossfed.platform.tracking import DatasetInput, Status, Tracker
 
@@ -47,7 +48,6 @@ Finish = Callable[[Plan, Nodes], Mapping[str, Measured]]
 CONFIG, DATA, RESULT = "config.yaml", "data.json", "result.json"
 TRAINED = "trained.json"
 """Where a model is measured again: the `result.json` of the run that trained it."""
-TRACKED = "mlflow_run_id"
 
 
 class Stopped(Exception):
@@ -274,7 +274,7 @@ def _mirror(config: RunConfig, run_dir: Path, view: Progress) -> Mirror | None:
         return None
     logs: tuple[str, ...] = (HISTORY, LEDGER, privacy.RECORD)
     if config.tracking.uri is not None:  # a store that another machine finds, too
-        logs += (TRACKED,)
+        logs += (RUN_ID,)
     mirror = Mirror(storage.join(config.mirror, run_dir.name), run_dir, logs, view.warn)
     mirror.start()
     view.note(f"copied to  {mirror.uri}")
@@ -292,7 +292,7 @@ def _params(config: RunConfig) -> dict[str, Any]:
 def _track(
     config: RunConfig, run_dir: Path, data: PreparedData, domains: tuple[str, ...], resumed: bool, view: Progress
 ) -> Tracker:
-    known = run_dir / TRACKED
+    known = run_dir / RUN_ID
     kind = "synthetic" if data.synthetic else "prepared"
     return Tracker.start(
         config.tracking,

@@ -33,6 +33,7 @@ from pyarrow import fs
 
 from crossfed.platform.checkpoint import MANIFEST, Checkpoints
 from crossfed.platform.seam import CrossfedError
+from crossfed.platform.spool import RUN_ID
 
 OWNER, RESULT, CHECKPOINTS = "owner.json", "result.json", "checkpoints"
 _QUERY = ("region", "scheme", "endpoint_override")
@@ -185,7 +186,7 @@ class Mirror:
                 if newest is not None:
                     self._commit(newest.parent)
                 names = [path.relative_to(self.run_dir).as_posix() for path in sorted(self.run_dir.rglob("*"))]
-                shown = [name for name in names if name not in (RESULT, "mlflow_run_id") and not _inner(name)]
+                shown = [name for name in names if name not in (RESULT, RUN_ID) and not _inner(name)]
                 self._files(*shown, RESULT)
         except CrossfedError as error:
             raise CrossfedError(

@@ -13,7 +13,6 @@ No interactions pass through here: metrics are scalars, data sets are names, fin
 from __future__ import annotations
 
 import contextlib
-import getpass
 import hashlib
 import json
 import logging
@@ -22,36 +21,27 @@ import os
 import re
 import shutil
 import signal
-import sqlite3
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
+from crossfed.platform.mlflow_store import TAG_LIMIT, RefusedError, Store, bounded, probe, sqlite_path, words
 from crossfed.platform.seam import CrossfedError
+from crossfed.platform.spool import REFUSED, STATE, Spool, State, now
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from mlflow import MlflowClient
 
-SPOOL = "tracking-spool.jsonl"
-"""Entries that wait for the store, one JSON object a line."""
-REFUSED = "tracking-refused.jsonl"
-"""Entries that the store answered and refused for good, with its reason."""
-RUN_ID = "mlflow_run_id"
-STATE = "tracking.json"
-
-_KEY_TAG = "crossfed.run_key"
 _NAME_LIMIT = 250
 _PARAM_LIMIT = 6000
-_TAG_LIMIT = 8000
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _LOG = logging.getLogger("crossfed.tracking")
 
@@ -162,7 +152,7 @@ def resolve_uri(settings: TrackingSettings, out: Path) -> str:
     if scheme in ("http", "https") and urlsplit(uri).netloc:
         return uri.rstrip("/")
     if scheme == "sqlite":
-        path = _sqlite_path(uri)
+        path = sqlite_path(uri)
         if path is None:
             raise CrossfedError(f"{where} is '{uri}': name a file, e.g. sqlite:///runs/mlflow.db")
         return f"sqlite:///{path.resolve()}"
@@ -196,9 +186,9 @@ class Tracker:
         self._dir = run_dir
         self._uri = uri
         self._warn = warn or _LOG.warning
-        self._state = _State()
-        self._store = _Store(uri, run_dir.parent)
-        self._spool = _Spool(run_dir)
+        self._state = State()
+        self._store = Store(uri, run_dir.parent)
+        self._spool = Spool(run_dir)
         self._problem: str | None = None
         self._warned = False
         self._refused = 0
@@ -233,7 +223,7 @@ class Tracker:
             return cls(settings, run_dir, "", warn)
         uri = resolve_uri(settings, run_dir.parent)
         tracker = cls(settings, run_dir, uri, warn)
-        old = _State.read(run_dir)
+        old = State.read(run_dir)
         waiting = old is not None and old.run_id is None and tracker._spool.waiting
         if old is not None and (resume_run_id is not None or waiting):
             tracker._state = old
@@ -247,12 +237,12 @@ class Tracker:
                 "op": "open",
                 "key": state.key,
                 "run_id": state.run_id,
-                "time": _now(),
+                "time": now(),
                 "run_name": run_name,
                 "experiment": settings.experiment,
                 "parent": settings.parent_run_id,
                 "params": {safe_name(k): str(v)[:_PARAM_LIMIT] for k, v in params.items()},
-                "tags": {safe_name(k): str(v)[:_TAG_LIMIT] for k, v in tags.items()},
+                "tags": {safe_name(k): str(v)[:TAG_LIMIT] for k, v in tags.items()},
                 "datasets": [asdict(d) for d in datasets],
             },
             strict=settings.require,
@@ -315,7 +305,7 @@ class Tracker:
         values = {key: value for key, value in values.items() if step > self._state.last.get(key, step - 1)}
         if not values:
             return
-        self._submit({"op": "metrics", "metrics": values, "step": step, "time": _now()})
+        self._submit({"op": "metrics", "metrics": values, "step": step, "time": now()})
         self._state.last.update(dict.fromkeys(values, step))
         self._save_state()
 
@@ -327,7 +317,7 @@ class Tracker:
     def describe(self, text: str) -> None:
         """Set the text that the run's page shows as its description, in Markdown."""
         if self._settings.enabled:
-            self._submit({"op": "tags", "tags": {"mlflow.note.content": text[:_TAG_LIMIT]}})
+            self._submit({"op": "tags", "tags": {"mlflow.note.content": text[:TAG_LIMIT]}})
 
     def figure(self, figure: Figure, name: str) -> None:
         """Save a figure as `<run>/figures/<name>.png` and record it; saved with tracking off, too."""
@@ -353,10 +343,10 @@ class Tracker:
         folder = self._dir / f"mlflow-model-{domain}"
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            with _bounded():
+            with bounded():
                 served.save(run_dir, domain, folder)
         except Exception as error:  # the run's own model is in its directory already
-            self._warn(f"tracking: the model of {domain} cannot be recorded ({_words(error)})")
+            self._warn(f"tracking: the model of {domain} cannot be recorded ({words(error)})")
             return
         name, entry = (
             f"recommender-{domain}".replace(".", "_"),
@@ -375,7 +365,7 @@ class Tracker:
         self._ended = True
         self._retry_at = 0.0
         outcome = outcome or status.lower()
-        self._submit({"op": "finish", "status": status, "reason": reason, "outcome": outcome, "time": _now()})
+        self._submit({"op": "finish", "status": status, "reason": reason, "outcome": outcome, "time": now()})
         self._save_state()
         if self._problem:
             self._warn(
@@ -398,8 +388,8 @@ class Tracker:
             self._spool.append(entry)
         except OSError as error:
             self._note_away(f"the spool cannot be written: {error.strerror or error}")
-        now = time.monotonic()
-        if now < self._retry_at:
+        began = time.monotonic()
+        if began < self._retry_at:
             return
         done = _drain(self._spool, self._store, self._state, self._dir)
         self._refused += done.refused
@@ -414,7 +404,7 @@ class Tracker:
                 "tracking.uri, or set tracking.require to false to spool to disk"
             )
         # A store that does not answer may take at most a tenth of the run's time.
-        self._retry_at = time.monotonic() + 10 * (time.monotonic() - now)
+        self._retry_at = time.monotonic() + 10 * (time.monotonic() - began)
         self._note_away(done.problem)
 
     def _note_away(self, problem: str) -> None:
@@ -429,7 +419,7 @@ class Tracker:
 
 def close(settings: TrackingSettings, run_dir: Path, status: Status, reason: str, outcome: str) -> None:
     """Record the end of a run whose own process could not: it was killed. A run that was never recorded stays so."""
-    state = _State.read(run_dir) if settings.enabled else None
+    state = State.read(run_dir) if settings.enabled else None
     if state is not None:
         tracker = Tracker(settings, run_dir, resolve_uri(settings, run_dir.parent), None)
         tracker._state = state
@@ -443,17 +433,17 @@ def reading(uri: str) -> Iterator[MlflowClient]:
     Raises:
         CrossfedError: the store is away, or refuses what it is asked.
     """
-    if uri.startswith("sqlite") and not (path := _sqlite_path(uri) or Path()).is_file():
+    if uri.startswith("sqlite") and not (path := sqlite_path(uri) or Path()).is_file():
         raise CrossfedError(f"There is no tracking database {path}; name the store with --tracking-uri, or its folder.")
-    with _bounded(patient=True):
+    with bounded(patient=True):
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
         try:
-            _probe(uri)
+            probe(uri)
             yield MlflowClient(tracking_uri=uri)
         except (MlflowException, OSError) as error:
-            raise CrossfedError(f"The tracking store {redact(uri)} gives no answer: {_words(error)}") from error
+            raise CrossfedError(f"The tracking store {redact(uri)} gives no answer: {words(error)}") from error
 
 
 def add_artifact(run_dir: Path, path: Path, folder: str | None = None) -> str:
@@ -463,7 +453,7 @@ def add_artifact(run_dir: Path, path: Path, folder: str | None = None) -> str:
         run_dir: the directory of the run or study. path: the file. folder: where among the artifacts.
     """
     try:
-        state = _State.read(run_dir)
+        state = State.read(run_dir)
         if state is None or state.run_id is None:
             return f"{run_dir.name} is not recorded in MLflow"
         uri = resolve_uri(TrackingSettings(uri=None if "***@" in state.uri else state.uri), run_dir.parent)
@@ -484,100 +474,17 @@ def replay(run_dir: Path, uri: str | None = None) -> ReplaySummary:
     Raises:
         CrossfedError: if the directory holds no tracked run, or the URI is unusable.
     """
-    state = _State.read(run_dir)
+    state = State.read(run_dir)
     if state is None:
         raise CrossfedError(f"{run_dir} holds no tracked run: {STATE} is absent")
     if uri is None and "***@" in state.uri:
         raise CrossfedError(f"the store {state.uri} asks for a password, which is not kept in {run_dir}: give the URI")
     target = resolve_uri(TrackingSettings(uri=uri or state.uri), run_dir.parent)
-    spool = _Spool(run_dir)
-    done = _drain(spool, _Store(target, run_dir.parent), state, run_dir)
+    spool = Spool(run_dir)
+    done = _drain(spool, Store(target, run_dir.parent), state, run_dir)
     state.uri = redact(target)
     state.write(run_dir)
     return ReplaySummary(done.applied, spool.count(), done.refused, state.run_id, redact(target), done.problem)
-
-
-@dataclass(slots=True)
-class _State:
-    """What the run directory remembers of its MLflow run, so that a resumed run continues it."""
-
-    key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    uri: str = ""
-    run_id: str | None = None
-    experiment_id: str | None = None
-    stage: str | None = None
-    last: dict[str, int] = field(default_factory=dict)  # metric -> its last recorded step
-    best: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, run_dir: Path) -> _State | None:
-        path = run_dir / STATE
-        if not path.is_file():
-            return None
-        try:
-            told = json.loads(path.read_text("utf-8"))
-            told.pop("model_id", None)  # of an earlier version
-            return cls(**told)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise CrossfedError(f"{path} is damaged ({error}): delete it to record the run anew") from error
-
-    def write(self, run_dir: Path) -> None:
-        _write_atomically(run_dir / STATE, json.dumps(asdict(self), indent=1) + "\n")
-        if self.run_id is not None:
-            _write_atomically(run_dir / RUN_ID, self.run_id + "\n")
-
-
-class _Spool:
-    """Entries in order, on disk; in memory while the disk refuses them."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / SPOOL
-        self._memory: list[dict[str, Any]] = []
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        from filelock import FileLock
-
-        with FileLock(self.path.with_suffix(".lock"), timeout=5):  # its Timeout is an OSError
-            yield
-
-    @property
-    def waiting(self) -> bool:
-        return self.path.is_file() or bool(self._memory)
-
-    def count(self) -> int:
-        return len(self.read())
-
-    def append(self, entry: dict[str, Any]) -> None:
-        """Add an entry; raises OSError when the disk refuses it, which is then kept in memory."""
-        self._memory.append(entry)
-        with self.locked():
-            torn = self.path.is_file() and not self.path.read_bytes().endswith(b"\n")
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write("\n" * torn + "".join(json.dumps(e) + "\n" for e in self._memory))
-        self._memory.clear()
-
-    def read(self) -> list[dict[str, Any]]:
-        """All entries; a last line torn by a kill is left out."""
-        entries = []
-        if self.path.is_file():
-            for line in self.path.read_text("utf-8").splitlines():
-                with contextlib.suppress(json.JSONDecodeError):
-                    entries.append(json.loads(line))
-        return entries + self._memory
-
-    def keep(self, entries: Sequence[dict[str, Any]]) -> None:
-        """Replace what is stored by these entries."""
-        if entries:
-            _write_atomically(self.path, "".join(json.dumps(e) + "\n" for e in entries))
-        else:
-            self.path.unlink(missing_ok=True)
-        self._memory.clear()
-
-    def set_aside(self) -> None:
-        """Move a spool out of the way that belongs to another run."""
-        if self.path.is_file():
-            self.path.replace(self.path.with_name(f"tracking-spool-{_now()}.jsonl"))
 
 
 @dataclass(slots=True)
@@ -587,11 +494,7 @@ class _Done:
     problem: str | None = None
 
 
-class _RefusedError(Exception):
-    """The store answered, and this entry can never be applied."""
-
-
-def _drain(spool: _Spool, store: _Store, state: _State, run_dir: Path) -> _Done:
+def _drain(spool: Spool, store: Store, state: State, run_dir: Path) -> _Done:
     """Apply the waiting entries in order, up to the first one for which the store is away."""
     done = _Done()
     try:
@@ -604,7 +507,7 @@ def _drain(spool: _Spool, store: _Store, state: _State, run_dir: Path) -> _Done:
                         try:
                             store.apply(entry, state, run_dir)
                             done.applied += 1
-                        except _RefusedError as error:
+                        except RefusedError as error:
                             done.refused += 1
                             with (run_dir / REFUSED).open("a", encoding="utf-8") as file:
                                 file.write(json.dumps({"reason": str(error), "entry": entry}) + "\n")
@@ -612,230 +515,9 @@ def _drain(spool: _Spool, store: _Store, state: _State, run_dir: Path) -> _Done:
             finally:  # also on Ctrl-C: what was applied is not applied again
                 spool.keep(entries[position:])
     except Exception as error:  # whatever happens to the store, the run goes on; the reason is told by the caller
-        done.problem = _words(error)
+        done.problem = words(error)
         store.ready = False
     return done
-
-
-class _Store:
-    """One MLflow store; raises `_RefusedError` for an entry that it will never take, anything else while it is away."""
-
-    def __init__(self, uri: str, out: Path) -> None:
-        self.uri = uri
-        self.ready = False
-        self._out = out
-
-    def apply(self, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
-        with _bounded(patient=entry["op"] in ("artifact", "model")):
-            if not self.ready:
-                _probe(self.uri)
-            from mlflow import MlflowClient
-            from mlflow.exceptions import MlflowException
-
-            client = MlflowClient(tracking_uri=self.uri)
-            self.ready = True
-            if entry["op"] == "open":
-                self._open(client, entry, state)
-                with contextlib.suppress(OSError):  # a full disk is no reason to call the store away
-                    state.write(run_dir)
-                return
-            if state.run_id is None:
-                raise CrossfedError(f"the entry that opens the run is missing from {run_dir / SPOOL}")
-            try:
-                getattr(self, f"_{entry['op']}")(client, state.run_id, entry, state, run_dir)
-            except MlflowException as error:
-                if error.error_code in _FINAL:
-                    raise _RefusedError(_words(error)) from error
-                raise
-
-    def _open(self, client: MlflowClient, entry: dict[str, Any], state: _State) -> None:
-        from mlflow.entities import Dataset, InputTag, Param, RunTag
-        from mlflow.entities import DatasetInput as MlflowInput
-
-        state.experiment_id = self._experiment(client, entry["experiment"])
-        run = _find_run(client, state, entry)
-        fresh = run is None
-        if run is None:
-            tags = {
-                "mlflow.user": getpass.getuser(),
-                "mlflow.source.name": "crossfed",
-                "mlflow.source.type": "LOCAL",
-                **entry["tags"],
-                _KEY_TAG: entry["key"],
-            }
-            if entry["parent"]:
-                tags["mlflow.parentRunId"] = entry["parent"]
-            run = client.create_run(state.experiment_id, entry["time"], tags, entry["run_name"])
-        state.run_id, state.experiment_id = run.info.run_id, run.info.experiment_id
-        if not fresh:
-            client.update_run(state.run_id, status="RUNNING")
-            client.log_batch(state.run_id, tags=[RunTag(k, v) for k, v in entry["tags"].items()])
-        params = [Param(k, v) for k, v in entry["params"].items() if k not in run.data.params]
-        for first in range(0, len(params), 100):
-            client.log_batch(state.run_id, params=params[first : first + 100])
-        inputs = [
-            MlflowInput(
-                Dataset(
-                    name=d["name"][:500],
-                    digest=d["digest"][:36],
-                    source_type="local",
-                    source=json.dumps({"uri": d["source"]}),
-                    profile=json.dumps(d["profile"]),
-                ),
-                [InputTag("mlflow.data.context", "training")],
-            )
-            for d in entry["datasets"]
-        ]
-        if inputs:
-            client.log_inputs(state.run_id, datasets=inputs)
-
-    def _experiment(self, client: MlflowClient, name: str) -> str:
-        from mlflow.exceptions import MlflowException
-
-        found = client.get_experiment_by_name(name)
-        if found is None:
-            folder = None if self.uri.startswith("http") else (self._out / "mlartifacts").resolve().as_uri()
-            try:
-                # the kind decides which pages the UI offers: runs and models, not traces and prompts
-                kind = {"mlflow.experimentKind": "custom_model_development"}
-                return str(client.create_experiment(name, artifact_location=folder, tags=kind))
-            except MlflowException:  # another process was faster
-                found = client.get_experiment_by_name(name)
-                if found is None:
-                    raise
-        if found.lifecycle_stage == "deleted":
-            raise CrossfedError(
-                f"the experiment '{name}' was deleted there: restore it or set another tracking.experiment"
-            )
-        return str(found.experiment_id)
-
-    def _metrics(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
-        from mlflow.entities import Metric
-
-        metrics = [Metric(k, v, entry["time"], entry["step"]) for k, v in entry["metrics"].items()]
-        for first in range(0, len(metrics), 1000):
-            client.log_batch(run_id, metrics=metrics[first : first + 1000])
-
-    def _tags(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
-        for key, value in entry["tags"].items():
-            client.set_tag(run_id, key, value)
-
-    def _artifact(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
-        path = run_dir / entry["path"]
-        if path.is_dir():
-            client.log_artifacts(run_id, str(path), entry["folder"])
-        elif path.is_file():
-            client.log_artifact(run_id, str(path), entry["folder"])
-        else:
-            raise _RefusedError(f"{path} is absent")
-
-    def _model(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
-        from mlflow.entities import LoggedModelOutput
-        from mlflow.models import Model
-
-        folder = run_dir / entry["path"]
-        if not folder.is_dir():
-            raise _RefusedError(f"{folder} is absent")
-        if "model_id" not in entry:  # kept with the entry when the rest has to wait
-            created = client.create_logged_model(
-                str(state.experiment_id), entry["name"], run_id, model_type="recommender"
-            )
-            entry["model_id"] = created.model_id
-        description = Model.load(str(folder / "MLmodel"))
-        description.model_id, description.run_id = entry["model_id"], run_id
-        description.save(str(folder / "MLmodel"))
-        client.log_model_artifacts(entry["model_id"], str(folder))
-        client.finalize_logged_model(entry["model_id"], "READY")
-        outputs = client.get_run(run_id).outputs
-        if entry["model_id"] not in [output.model_id for output in (outputs.model_outputs if outputs else ())]:
-            client.log_outputs(run_id, [LoggedModelOutput(entry["model_id"], entry["step"])])
-        if entry.get("register"):
-            self._register(client, entry["register"], run_id, entry["model_id"])
-        shutil.rmtree(folder)
-
-    def _register(self, client: MlflowClient, name: str, run_id: str, model_id: str) -> None:
-        """Make a logged model a version of a registered model, once."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            client.create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        # a database's registry would look for the model under the global tracking URI, a server refuses local paths
-        source = f"models:/{model_id}"
-        if not self.uri.startswith("http"):
-            source = client.get_logged_model(model_id).artifact_location
-        if not any(version.source == source for version in client.search_model_versions(f"name = '{name}'")):
-            client.create_model_version(name, source, run_id, model_id=model_id)
-
-    def _finish(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: _State, run_dir: Path) -> None:
-        if entry["reason"]:
-            client.set_tag(run_id, "crossfed.reason", entry["reason"][:_TAG_LIMIT])
-        client.set_tag(run_id, "outcome", entry.get("outcome") or entry["status"].lower())
-        client.set_terminated(run_id, entry["status"], entry["time"])
-
-
-_FINAL = frozenset(
-    {
-        "INVALID_PARAMETER_VALUE",
-        "BAD_REQUEST",
-        "RESOURCE_DOES_NOT_EXIST",
-        "RESOURCE_ALREADY_EXISTS",
-    }
-)
-"""MLflow's answers that no repetition changes. Refused credentials are not among them: they can be mended."""
-
-
-def _find_run(client: MlflowClient, state: _State, entry: dict[str, Any]) -> Any:
-    """The run to continue: by its id, or by its key when it was created just before a kill."""
-    from mlflow.exceptions import MlflowException
-
-    if state.run_id is not None:
-        try:
-            run = client.get_run(state.run_id)
-            if run.info.lifecycle_stage == "active":
-                return run
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise
-        _LOG.warning("tracking: the MLflow run %s is not there any more; a new one is opened", state.run_id)
-        return None
-    found = client.search_runs([str(state.experiment_id)], f"tags.`{_KEY_TAG}` = '{entry['key']}'", max_results=1)
-    return found[0] if found else None
-
-
-@contextlib.contextmanager
-def _bounded(patient: bool = False) -> Iterator[None]:
-    """MLflow with short waits and nothing on stderr, for the time of one call."""
-    wanted = {
-        "MLFLOW_HTTP_REQUEST_TIMEOUT": "120" if patient else "10",
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-        "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
-        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "MLFLOW_LOG_UV_FILES": "false",
-        "GIT_PYTHON_REFRESH": "quiet",
-    }
-    before = {name: os.environ.get(name) for name in wanted}
-    loggers = {name: logging.getLogger(name) for name in ("mlflow", "alembic", "urllib3.connectionpool")}
-    import mlflow  # noqa: F401  # before the levels are set: it configures its own logger when imported
-
-    levels = {name: logger.level for name, logger in loggers.items()}
-    os.environ.update(wanted)
-    for logger in loggers.values():
-        logger.setLevel(logging.CRITICAL)  # what fails is raised as well, and told in our own words
-    try:
-        yield
-    finally:
-        for name, logger in loggers.items():
-            logger.setLevel(levels[name])
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -863,68 +545,6 @@ def _undisturbed() -> Iterator[None]:
             signal.signal(kind, handler)
     if waiting:
         before[waiting[0][0]](*waiting[0])
-
-
-def _probe(uri: str) -> None:
-    """Ask in a few seconds whether a store is there (MLflow's own attempts take minutes); raises what went wrong."""
-    parts = urlsplit(uri)
-    if parts.scheme in ("http", "https"):
-        import requests
-
-        requests.get(f"{uri}/health", timeout=(3, 5))  # any answer will do: a proxy may know no /health
-    elif parts.scheme.startswith("sqlite"):
-        from filelock import FileLock
-
-        path = _sqlite_path(uri)
-        assert path is not None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # MLflow creates its tables in several steps: one process at a time, also across containers that share no /tmp.
-        with FileLock(path.with_name(path.name + ".lock"), timeout=60):
-            from mlflow import MlflowClient
-
-            if not path.exists():
-                # made under another name: MLflow can never complete tables that an interrupt left half made
-                part = path.with_name(path.name + ".part")
-                part.unlink(missing_ok=True)
-                MlflowClient(tracking_uri=f"sqlite:///{part}").get_experiment("0")
-                part.replace(path)
-            with contextlib.closing(sqlite3.connect(path, timeout=3)) as connection:
-                connection.execute("BEGIN IMMEDIATE")
-                connection.rollback()
-            MlflowClient(tracking_uri=uri).get_experiment("0")
-    else:
-        import socket
-
-        if parts.hostname:
-            default = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}[parts.scheme.split("+")[0]]
-            socket.create_connection((parts.hostname, parts.port or default), timeout=3).close()
-
-
-def _sqlite_path(uri: str) -> Path | None:
-    """The file of a `sqlite:///` URI; None for an in-memory database."""
-    text = uri.partition(":///")[2].partition("?")[0]
-    return Path(unquote(text)) if text and text != ":memory:" else None
-
-
-def _words(error: BaseException) -> str:
-    """An exception as a short clause."""
-    name = type(error).__name__
-    if "Timeout" in name or "timed out" in str(error):  # MLflow's client makes its own exception of a timeout
-        return "no answer in time"
-    if "ConnectionError" in name or isinstance(error, ConnectionRefusedError) or "Connection refused" in str(error):
-        return "connection refused"
-    text = " ".join(str(getattr(error, "orig", None) or getattr(error, "message", None) or error).split())
-    return text[:200] or name
-
-
-def _now() -> int:
-    return time.time_ns() // 1_000_000
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, "utf-8")
-    part.replace(path)
 
 
 def _system_metrics(run_dir: Path) -> dict[str, float]:

@@ -28,6 +28,7 @@ from crossfed.platform.nodes import Artifacts, Plan
 from crossfed.platform.progress import Progress, make_progress
 from crossfed.platform.run import RESULT, Finish, chosen_domains, make_artifacts, resolve_data
 from crossfed.platform.seam import CrossfedError
+from crossfed.platform.spool import RUN_ID
 from crossfed.platform.tracking import Tracker
 from crossfed.tuning import report
 from crossfed.tuning.desk import TIME_IS_UP, Desk, Finals, final_name, setting_of
@@ -226,7 +227,7 @@ def _uri(study: Study) -> str | None:
 def _parent(study: Study, view: Progress) -> Tracker:
     """The study's own MLflow run; trials are its children."""
     search, base = study.search, study.base
-    known = study.folder / tracking.RUN_ID
+    known = study.folder / RUN_ID
     shown = search.model_dump(mode="json", exclude={"name", "changes"})
     parent = Tracker.start(
         base.tracking,

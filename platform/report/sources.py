@@ -21,6 +21,7 @@ from crossfed.platform.config import RunConfig
 from crossfed.platform.discovery import find_method
 from crossfed.platform.run import RESULT, find_run
 from crossfed.platform.seam import CrossfedError
+from crossfed.platform.spool import RUN_ID
 
 Split = Literal["validation", "test"]
 
@@ -146,7 +147,7 @@ def load(found: Sequence[tuple[Path, str, str]]) -> list[Finished]:
 
 def _identity(path: Path) -> str:
     """The same for a run's directory and for the copy of its artifacts."""
-    known = path / tracking.RUN_ID
+    known = path / RUN_ID
     return known.read_text(encoding="utf-8").strip() if known.is_file() else str(path.resolve())
 
 
@@ -325,7 +326,7 @@ def search(query: str, out: Path, uri: str | None, copies: Path) -> list[tuple[P
         for run in runs:
             folder = copies / run.info.run_id
             folder.mkdir()
-            (folder / tracking.RUN_ID).write_text(run.info.run_id, encoding="utf-8")
+            (folder / RUN_ID).write_text(run.info.run_id, encoding="utf-8")
             there = {entry.path for entry in client.list_artifacts(run.info.run_id)}
             if RESULT not in there:
                 raise CrossfedError(

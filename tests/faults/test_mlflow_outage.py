@@ -26,7 +26,7 @@ from crossfed.platform.evaluation.final import test_once as final_test
 from crossfed.platform.progress import make_progress
 from crossfed.platform.rounds import Round
 from crossfed.platform.run import RunResult, run_federation
-from crossfed.platform.tracking import RUN_ID, SPOOL
+from crossfed.platform.spool import RUN_ID, SPOOL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROUNDS = 12

@@ -23,8 +23,9 @@ from matplotlib.figure import Figure
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from crossfed.platform import tracking
+from crossfed.platform import mlflow_store
 from crossfed.platform.seam import CrossfedError
+from crossfed.platform.spool import REFUSED, SPOOL, STATE
 from crossfed.platform.tracking import DatasetInput, Tracker, TrackingSettings, replay, resolve_uri, safe_name
 
 DATASETS = [DatasetInput("Beauty", "d" * 64, "synthetic", {"users": 3, "items": 4})]
@@ -216,7 +217,7 @@ def test_a_run_in_sqlite(out: Path) -> None:
     assert {a.path for a in client.list_artifacts(tracker.run_id)} == {"config.yaml", "figures"}
     assert (out / "mlartifacts" / tracker.run_id / "artifacts" / "figures" / "losses.png").is_file()
     assert "2 values were not finite" in tracker.status
-    assert not (run_dir / tracking.SPOOL).exists()
+    assert not (run_dir / SPOOL).exists()
 
 
 def test_more_than_a_batch(out: Path) -> None:
@@ -301,7 +302,7 @@ def test_an_absent_artifact_is_refused_and_the_rest_recorded(out: Path) -> None:
     tracker.log({"a": 1.0}, 1)
     tracker.finish("FINISHED")
     assert "1 entries were refused" in tracker.status
-    [line] = (out / "run" / tracking.REFUSED).read_text().splitlines()
+    [line] = (out / "run" / REFUSED).read_text().splitlines()
     assert "nowhere.txt is absent" in json.loads(line)["reason"]
     assert sqlite(out / "run").get_run(tracker.run_id).data.metrics["a"] == 1.0
 
@@ -369,7 +370,7 @@ def test_an_interrupt_waits_for_the_store(
         raise KeyboardInterrupt
 
     tracker = start(out)
-    whole = tracking._Store._metrics
+    whole = mlflow_store.Store._metrics
 
     def torn(*args: Any) -> None:
         signal.raise_signal(which)
@@ -377,7 +378,7 @@ def test_an_interrupt_waits_for_the_store(
 
     before = signal.signal(which, interrupt)
     try:
-        monkeypatch.setattr(tracking._Store, "_metrics", torn)
+        monkeypatch.setattr(mlflow_store.Store, "_metrics", torn)
         with pytest.raises(KeyboardInterrupt):
             tracker.log({"val/ndcg": 0.5}, step=1)
         assert signal.getsignal(which) is interrupt
@@ -399,7 +400,7 @@ def test_a_second_interrupt_ends_the_write(out: Path, monkeypatch: pytest.Monkey
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("not reached")
 
-    monkeypatch.setattr(tracking._Store, "_metrics", hang)
+    monkeypatch.setattr(mlflow_store.Store, "_metrics", hang)
     before = signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # ignored in what a shell starts in the background
@@ -448,7 +449,7 @@ def test_a_store_that_cannot_be_made_is_a_warning(out: Path) -> None:
 def test_a_torn_last_line_costs_that_line_only(out: Path) -> None:
     tracker = start(out / "run", [], uri=f"http://127.0.0.1:{free_port()}", system_metrics=False)
     tracker.log({"a": 1.0}, 1)
-    spool = out / "run" / tracking.SPOOL
+    spool = out / "run" / SPOOL
     with spool.open("a") as file:
         file.write('{"op": "metr')
     tracker.log({"a": 2.0}, 2)
@@ -463,12 +464,12 @@ def test_replay_twice_changes_nothing(out: Path) -> None:
     tracker = start(out / "run", [], uri=f"http://127.0.0.1:{free_port()}")
     tracker.log({"val/B/x": 1.0}, 1)
     tracker.finish("FINISHED")
-    spool = out / "run" / tracking.SPOOL
+    spool = out / "run" / SPOOL
     before = spool.read_text()
     first = replay(out / "run", f"sqlite:///{out}/mlflow.db")
     (out / "run" / "mlflow_run_id").unlink()
-    state = json.loads((out / "run" / tracking.STATE).read_text())
-    (out / "run" / tracking.STATE).write_text(json.dumps({**state, "run_id": None}))
+    state = json.loads((out / "run" / STATE).read_text())
+    (out / "run" / STATE).write_text(json.dumps({**state, "run_id": None}))
     spool.write_text(before)
     second = replay(out / "run")
     assert second.run_id == first.run_id
@@ -561,7 +562,7 @@ def test_server_away_then_there_then_killed_then_restarted(tmp_path: Path, serve
     assert [s for s, _ in history(client, tracker.run_id, "val/B/x")] == [1, 2, 3, 4]
     assert {a.path for a in client.list_artifacts(tracker.run_id)} == {"before.txt", "folder"}
     assert client.get_run(tracker.run_id).info.status == "FINISHED"
-    assert not (run_dir / tracking.SPOOL).exists()
+    assert not (run_dir / SPOOL).exists()
 
 
 def test_require_refuses_to_start_without_the_server(tmp_path: Path) -> None:
@@ -581,7 +582,7 @@ def test_a_clients_time_out_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> N
         listener.listen(8)
         with pytest.raises(MlflowException) as caught:
             MlflowClient(tracking_uri=f"http://127.0.0.1:{listener.getsockname()[1]}").get_experiment("0")
-    assert tracking._words(caught.value) == "no answer in time"
+    assert mlflow_store.words(caught.value) == "no answer in time"
 
 
 def test_a_server_that_never_answers_costs_seconds(tmp_path: Path) -> None:
