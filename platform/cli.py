@@ -310,7 +310,7 @@ def _stats_table(prepared: PreparedData) -> None:
 
     console = Console(highlight=False)
     shown = Table(title=f"{prepared.path.name}{' (synthetic)' if prepared.synthetic else ''}", title_justify="left")
-    for column in ("domain", "users", "items", "interactions", "avg. length", "density", "items without text"):
+    for column in ("domain", "users", "items", "interactions", "length", "density", "without text"):
         shown.add_column(column, justify="left" if column == "domain" else "right")
     for row in table(prepared):
         shown.add_row(
