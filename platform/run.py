@@ -383,7 +383,8 @@ def _run(
             view.stage(row.stage, row.rounds)
         view.round(row.stage, row.round, row.rounds, row.metrics, row.seconds, row.bytes_up, row.bytes_down)
         extra = {"bytes/up": row.bytes_up, "bytes/down": row.bytes_down, "seconds/round": row.seconds}
-        tracker.log(row.metrics | extra | ({} if row.best is None else {"val_best": row.best}), row.step, row.stage)
+        best = {} if row.best is None else {"val_best": row.best}  # what comes first is what MLflow's comparisons show at first
+        tracker.log(best | row.metrics | extra, row.step, row.stage)
         if on_round:
             on_round(row)
 
