@@ -343,7 +343,7 @@ def time(
     out: Out = RUNS,
     tracking_uri: Uri = None,
 ) -> None:
-    """Seconds per round and per local epoch, by stage."""
+    """Seconds per round and per local epoch, bytes per round, and the most memory of a domain."""
     from crossfed.platform.report import courses
     from crossfed.platform.report.sources import gather
 

@@ -104,11 +104,13 @@ class Node:
         self.uploaded: dict[str, Array] = {}
         self.delivery = Delivery(plan.config.control, plan.config.seed, name)
         torch.set_num_threads(plan.config.resources.threads)
-        if device.type == "cuda":
+        if device.type == "cuda" and torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats(device)
+        with contextlib.suppress(OSError):  # a process may live longer than a run; not every container lets it forget
+            Path("/proc/self/clear_refs").write_text("5")
 
     def memory(self) -> dict[str, int | None]:
-        """The most memory held so far, in bytes: resident of this process, and torch's on its GPU (None without one)."""
+        """The most memory held since this node was made, in bytes: resident of its process, and torch's on its GPU or None."""
         # getrusage would count the parent's memory before the exec
         told = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
         kilobytes = int(told[1]) if told else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -156,7 +156,7 @@ def run_federation(
         view.start(
             f"{method.title}: {run_dir.name}",
             [
-                f"data       {synthetic}{data.path.name}: {', '.join(domains)}",
+                f"data       {synthetic}{data.path.name}: {', '.join(domains)}{told_share(config.evaluation.train_share)}",
                 f"protocol   {config.evaluation.protocol}, {_selecting(config)}",
                 f"seed       {config.seed}   configuration {config.hash()}   back end {config.backend}",
                 f"directory  {run_dir}",
@@ -184,6 +184,11 @@ def run_federation(
                 view.note(f"privacy    {line}")
         view.note(f"tracking   {tracker.status}" + (f": {tracker.url}" if tracker.url else ""))
     return RunResult(result["run_id"], run_dir, result)
+
+
+def told_share(share: float) -> str:
+    """How much of the training data a run trains on, for the end of a phrase; nothing where it is all."""
+    return "" if share == 1 else f", {share:.3g} of the training interactions"
 
 
 def _selecting(config: RunConfig) -> str:
@@ -285,8 +290,9 @@ def _params(config: RunConfig) -> dict[str, Any]:
     """What the tracker shows as the run's parameters."""
     if config.tracking.params is not None:
         return {name: config.config[name] for name in config.tracking.params}
-    control = {} if config.control == "none" else {"control": config.control}
-    return {"config_hash": config.hash()} | control | tokeniser.parameters(config) | config.config
+    apart = {"control": (config.control, "none"), "train_share": (config.evaluation.train_share, 1)}
+    told = {name: value for name, (value, usual) in apart.items() if value != usual}
+    return {"config_hash": config.hash()} | told | tokeniser.parameters(config) | config.config
 
 
 def _track(
@@ -309,6 +315,7 @@ def _track(
             "preset": config.preset or "none",
             "backend": config.backend,
             "control": config.control,
+            "train_share": str(config.evaluation.train_share),
             "config_hash": config.hash(),
         }
         | config.tracking.tags,
@@ -383,7 +390,9 @@ def _run(
             view.stage(row.stage, row.rounds)
         view.round(row.stage, row.round, row.rounds, row.metrics, row.seconds, row.bytes_up, row.bytes_down)
         extra = {"bytes/up": row.bytes_up, "bytes/down": row.bytes_down, "seconds/round": row.seconds}
-        best = {} if row.best is None else {"val_best": row.best}  # what comes first is what MLflow's comparisons show at first
+        best = (
+            {} if row.best is None else {"val_best": row.best}
+        )  # what comes first is what MLflow's comparisons show at first
         tracker.log(best | row.metrics | extra, row.step, row.stage)
         if on_round:
             on_round(row)
@@ -447,6 +456,7 @@ def _run(
         "data_fingerprint": data.fingerprint,
         "protocol": config.evaluation.protocol,
         "split_seed": config.evaluation.split_seed,
+        "train_share": config.evaluation.train_share,
         "candidates": {name: found.candidates for name, found in (test or validation).items()},
         "config": config.config,
         "config_hash": config.hash(),
@@ -539,7 +549,7 @@ def _artifacts(
             },
             last,
         )
-    peaks = {f"memory/{kind}/{name}": row[kind] for name, row in result["memory"].items() for kind in row}
+    peaks = {f"memory/{kind}/{name}": row[kind] for name, row in result.get("memory", {}).items() for kind in row}
     tracker.log({key: peak for key, peak in peaks.items() if peak is not None}, last)
     tracker.describe(_described(result, plan.config.evaluation.select))
     if not plan.config.tracking.artifacts:
@@ -569,7 +579,8 @@ def _described(result: dict[str, Any], select: str) -> str:
         for name, row in result["domains"].items()
     ]
     control = "" if (told := result.get("control", "none")) == "none" else f" under the control {told}"
-    where = f"{kind} {result['data']['name']}, protocol {told_protocol(result)}, seed {result['seed']}"
+    share = told_share(result.get("train_share", 1.0))
+    where = f"{kind} {result['data']['name']}{share}, protocol {told_protocol(result)}, seed {result['seed']}"
     head = f"**{result['method']}**{control}, {where}"
     return "\n".join(
         [head, "", f"| domain | validation {select} | test {select} | candidates |", "|---|---|---|---|", *rows]

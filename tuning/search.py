@@ -26,7 +26,7 @@ from crossfed.platform.config import RunConfig
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.nodes import Artifacts, Plan
 from crossfed.platform.progress import Progress, make_progress
-from crossfed.platform.run import RESULT, Finish, chosen_domains, make_artifacts, resolve_data
+from crossfed.platform.run import RESULT, Finish, chosen_domains, make_artifacts, resolve_data, told_share
 from crossfed.platform.seam import CrossfedError
 from crossfed.platform.spool import RUN_ID
 from crossfed.platform.tracking import Tracker
@@ -197,7 +197,7 @@ def _announce(view: Progress, study: Study, placed: Slots, data: PreparedData, d
     view.start(
         f"Study {search.name}: {base.resolved.title}",
         [
-            f"data       {kind}{data.path.name}: {', '.join(domains)}",
+            f"data       {kind}{data.path.name}: {', '.join(domains)}{told_share(base.evaluation.train_share)}",
             f"protocol   {base.evaluation.protocol}",
             f"objective  {', '.join(search.objectives)} of validation {base.evaluation.select}",
             f"space      {'; '.join(f'{name}: {_told(study, name)}' for name in study.parameters)}",

@@ -69,6 +69,11 @@ def cohorts(runs: Sequence[Finished], metric: str, bounds: Sequence[int] = BOUND
         CrossfedError: the runs do not compare, or hold no per-user values of the metric.
     """
     check_comparable(runs)
+    if len(shares := {run.settings.get("evaluation.train_share", 1.0) for run in runs}) > 1:
+        raise CrossfedError(
+            "Cohorts are by training interactions, and these runs trained on different shares of them "
+            f"(evaluation.train_share: {', '.join(map(str, sorted(shares)))})."
+        )
     names = NAMES if len(bounds) + 1 == len(NAMES) else tuple(str(i + 1) for i in range(len(bounds) + 1))
     groups, domains = grouped(runs), list(runs[0].result["domains"])
     ranges = [

@@ -38,7 +38,7 @@ class Effect:
         users: user by user; None for metrics without a value per user. users_p: the larger of its t-test's and Wilcoxon's
             p-values, each after Holm.
         seeds: seed by seed; None with fewer than two common seeds, or where the difference is the same for all of them.
-            seeds_p: its t-test's p-value after Holm.
+            seeds_base: the baseline's mean over those seeds. seeds_p: its t-test's p-value after Holm.
     """
 
     label: str
@@ -50,6 +50,7 @@ class Effect:
     users: Comparison | None
     users_p: float | None
     seeds: Comparison | None
+    seeds_base: float
     seeds_p: float | None
 
     @property
@@ -89,7 +90,12 @@ def value(run: Finished, domain: str, split: Split, metric: str) -> float:
         raise CrossfedError(
             f"{run.origin} has no {split} {metric} for {domain}; it has {', '.join(measured) or 'no metrics of that split'}."
         )
-    return float(measured[metric])
+    found = float(measured[metric])
+    if not math.isfinite(found):
+        raise CrossfedError(
+            f"The {split} {metric} of {run.origin} for {domain} is {found}: its result is damaged; run it again."
+        )
+    return found
 
 
 def per_user(runs: Sequence[Finished], domain: str) -> pd.DataFrame:
@@ -131,7 +137,7 @@ def baselines_of(runs: Sequence[Finished], named: Sequence[str] = ()) -> list[st
 
     Args:
         named: labels, or methods, which stand for all of their rows. Without any: methods that exchange nothing, and where
-            there are none, or only such, the first row.
+            there are none, or only such, the first row; never one that saw pooled data, unless there are only such.
 
     Raises:
         CrossfedError: there is no such row.
@@ -147,7 +153,8 @@ def baselines_of(runs: Sequence[Finished], named: Sequence[str] = ()) -> list[st
             chosen += rows
         return list(dict.fromkeys(chosen))
     local = [label for label, members in groups.items() if members[0].result.get("scope") == "local"]
-    return local if 0 < len(local) < len(groups) else [next(iter(groups))]
+    private = [label for label, members in groups.items() if not members[0].pooled] or list(groups)
+    return local if 0 < len(local) < len(private) else private[:1]
 
 
 def effects(
@@ -165,7 +172,7 @@ def effects(
     for domain, metric in columns:
         best = max(base, key=lambda label: statistics.fmean(values[label][domain, metric].values()))
         for label, members in groups.items():
-            if label in base:
+            if label in base or members[0].pooled:
                 continue
             own, other = values[label][domain, metric], values[best][domain, metric]
             found[label, domain, metric] = (
@@ -179,12 +186,14 @@ def effects(
     told = []
     for key, (best, users, seeds) in found.items():
         label, domain, metric = key
-        mean = statistics.fmean(values[best][domain, metric].values())
-        difference = statistics.fmean(values[label][domain, metric].values()) - mean
+        mine, theirs = values[label][domain, metric], values[best][domain, metric]
+        mean = statistics.fmean(theirs.values())
+        difference = statistics.fmean(mine.values()) - mean
         told.append(
             Effect(
                 label, best, domain, metric, difference, mean,
-                users, max(by_t[key], by_rank[key]) if users else None, seeds, by_seeds.get(key),
+                users, max(by_t[key], by_rank[key]) if users else None,
+                seeds, statistics.fmean(v for seed, v in theirs.items() if seed in mine or not seeds), by_seeds.get(key),
             )
         )  # fmt: skip
     return told

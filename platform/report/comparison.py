@@ -187,6 +187,7 @@ def _tested(effect: Effect | None) -> dict[str, Any]:
         "users_cohens_d": users.d if users else None,
         "users_rank_biserial": users.rank_biserial if users else None,
         "paired_seeds": seeds.n if seeds else None,
+        "seeds_difference": seeds.difference if seeds else None,
         "seeds_low": seeds.low if seeds else None,
         "seeds_high": seeds.high if seeds else None,
         "seeds_t_p": seeds.t_p if seeds else None,
@@ -260,7 +261,7 @@ def _difference(effect: Effect) -> tuple[str, ...]:
 
 def _paired(effect: Effect, seeds: Comparison) -> Effect:
     """An effect with the difference on the seeds of both rows in place of that of the rows' means."""
-    return replace(effect, difference=seeds.difference)
+    return replace(effect, difference=seeds.difference, base=effect.seeds_base)
 
 
 def _p(p: float | None) -> str:

@@ -153,8 +153,8 @@ def time(runs: Sequence[Finished]) -> Analysis:
     """What a method costs, by stage: seconds of a round and of a local epoch, bytes; and the most memory of a domain.
 
     Seconds are medians over rounds and seeds, with quartiles; bytes are what all domains together send and receive in a round,
-    means. A round of a stage that exchanges something holds as many epochs as the method's `local_epochs`, one where it has
-    none; a round of a stage without exchange is one epoch.
+    means (what opens a stage counts in its first round). A round of a stage that exchanges something holds as many epochs as
+    the method's `local_epochs`, one where it has none; a round of a stage without exchange is one epoch.
 
     Raises:
         CrossfedError: a run has no record of its rounds.
@@ -225,14 +225,14 @@ def time(runs: Sequence[Finished]) -> Analysis:
             rows=tuple(rows),
             caption="Wall-clock time, median over rounds and seeds, evaluation and messages included. Sent and received: by all "
             "domains, mean over rounds. Memory: the most that a domain held, allocated on its GPU or, without one, resident, "
-            f"libraries included{_shared_process(runs)}. {_machine(runs)}.",
+            f"libraries included, since the run was last started{_shared_process(runs)}. {_machine(runs)}.",
             records=tuple(records),
         ),
     )
 
 
 def _memory(runs: Sequence[Finished]) -> int | None:
-    """The most memory that a domain held, in bytes: on GPUs where there were any; None where a run has no record of it."""
+    """The most memory that a domain held, in bytes: on GPUs where there were any; None where no run has a record of it."""
     nodes = [row for run in runs for name, row in run.result.get("memory", {}).items() if name != SERVER]
     found = [row["gpu"] for row in nodes if row["gpu"] is not None] or [row["process"] for row in nodes]
     return max(found, default=None)

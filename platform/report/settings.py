@@ -26,7 +26,7 @@ def sensitivity(
 
     Args:
         key: one of the methods' values, or a dotted key of the run. Runs of a method without it, or with a single value of it,
-            are drawn as a level.
+            are drawn as a level; with a single value of a key that every run has, as a point.
         named: what the setting is called in the figure.
 
     Raises:
@@ -42,7 +42,8 @@ def sensitivity(
         }
         for label, points in lines.items()
     }
-    values = [at for points in lines.values() if len(points) > 1 for at in points]
+    every = all(key in run.settings for run in runs)
+    values = [at for points in lines.values() if len(points) > 1 or every for at in points]
     scale = _Scale(values)
     figure, axes = panels(len(runs[0].result["domains"]), title, about(runs, split))
     style, records = styles(lines), []
@@ -52,7 +53,7 @@ def sensitivity(
             ordered = sorted(points, key=scale.place) if len(points) > 1 else list(points)
             means = [statistics.fmean(points[at][domain]) for at in ordered]
             spreads = [statistics.stdev(points[at][domain]) if len(points[at][domain]) > 1 else None for at in ordered]
-            if len(points) > 1:
+            if len(points) > 1 or every:
                 bars = [s or 0.0 for s in spreads]
                 places = [scale.place(at) for at in ordered]
                 axis.errorbar(
@@ -69,7 +70,7 @@ def sensitivity(
         axis.set_title(domain, fontsize=10.5)
         axis.set_xlabel(named or key)
         axis.set_ylabel(pretty(metric))
-    below(figure, _line_handles(style, {label: len(points) > 1 for label, points in lines.items()}))
+    below(figure, _line_handles(style, {label: len(points) > 1 or every for label, points in lines.items()}))
     return Analysis(f"{file_name(key)}-{metric}", figure, _sensitivity_grid(title, key, records, about(runs, split)))
 
 

@@ -47,6 +47,10 @@ _EXECUTION = frozenset(
 )  # fmt: skip
 
 
+_TOLD = {"control": "none", "evaluation.train_share": 1.0}
+"""Settings that a row's name tells wherever they are not these."""
+
+
 @dataclass(frozen=True, slots=True)
 class Finished:
     """A finished run.
@@ -198,7 +202,8 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _labels(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any], str]]) -> list[str]:
-    """The method of each run, and what tells it from the other runs of that method: its study, else the settings."""
+    """The method of each run, what tells it from the other runs of that method (its study, else the settings), and always what
+    makes its numbers mean something else."""
     labels = []
     for result, settings, study in runs:
         same = [(other, its) for told, other, its in runs if told["method"] == result["method"]]
@@ -206,6 +211,11 @@ def _labels(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any], str]]) ->
         told = ", ".join(f"{key}={settings[key]}" for key in differing)
         if study and sum(its == study for _, its in same) == sum(other == settings for other, _ in same):
             told = f"study {study}" if differing else ""
+        shown = [] if told.startswith("study ") else differing
+        apart = {key: settings.get(key, usual) for key, usual in _TOLD.items() if key not in shown}
+        told = ", ".join(
+            [*filter(None, [told]), *(f"{key}={value}" for key, value in apart.items() if value != _TOLD[key])]
+        )
         label = f"{result['method']} ({told})" if told else str(result["method"])
         labels.append(f"{label} (not private)" if result.get("scope") == "pooled" else label)
     return labels

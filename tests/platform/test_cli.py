@@ -106,6 +106,7 @@ def test_what_a_run_logs_in_mlflow(call, shops: Path, tmp_path: Path) -> None:
             if f"val/{name}/recall_at_20" in row["metrics"]
         ]
         assert [point.value for point in curve] == told
+    assert run.data.tags["train_share"] == "1.0" and "train_share" not in run.data.params
     assert set(result["memory"]) == {"server", *result["domains"]}
     for name, peak in result["memory"].items():
         assert run.data.metrics[f"memory/process/{name}"] == peak["process"] > 100_000_000 and peak["gpu"] is None

@@ -120,6 +120,14 @@ def test_what_it_took_stands_apart_from_the_training(local: list[Path], tmp_path
     assert after["evaluated"]["backend"] == "inprocess"
 
 
+def test_a_run_of_before_memory_was_told(shops: Path, tmp_path: Path) -> None:
+    run_dir = trained("lightgcn", shops, tmp_path, "dim=8", "epochs=2")
+    old = {key: value for key, value in result(run_dir).items() if key not in ("memory", "train_share")}
+    write_json(run_dir / "result.json", old)
+    measured = again(run_dir, tmp_path / "again")
+    assert result(measured)["domains"] == old["domains"] and (measured / "ledger.parquet").is_file()
+
+
 def test_a_key_of_ranking_changes_alone(shops: Path, tmp_path: Path) -> None:
     """One round, so that one beam and all items select the same state, and both can be trained for."""
     sizes = (

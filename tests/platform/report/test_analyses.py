@@ -76,6 +76,9 @@ def test_cohorts_are_means_over_seeds_with_intervals_over_users(tmp_path: Path) 
     assert len(records(analyses.cohorts(load_runs(paths), RECALL, (5,)))) == 4
     with pytest.raises(CrossfedError, match="coverage_at_20 has no value per user"):
         analyses.cohorts(load_runs(paths), "coverage_at_20")
+    half = make_run(tmp_path / "half", "fedcrf", 0, both(0.3), sets=("evaluation.train_share=0.5",))
+    with pytest.raises(CrossfedError, match=r"trained on different shares of them .*: 0\.5, 1\.0"):
+        analyses.cohorts(load_runs([*paths, half]), RECALL)
 
 
 # -- against a setting -------------------------------------------------------------------------------------------
@@ -104,6 +107,17 @@ def test_sensitivity(varied: list[Finished]) -> None:
     assert axis.get_xscale() == "log" and axis.get_xlabel() == "K" and axis.get_title() == "books"
     level = [each for each in axis.lines if each.get_linestyle() == "--"]
     assert level[0].get_ydata()[0] == pytest.approx(both(0.25)["books"][RECALL].mean())
+
+
+def test_a_row_with_one_value_of_what_every_run_has_is_a_point(tmp_path: Path) -> None:
+    """A baseline that saw all of the data is no level beside a method that saw a fifth."""
+    runs = [
+        make_run(tmp_path / f"{m}{share}", m, 0, both(0.3), sets=(f"evaluation.train_share={share}",))
+        for m, share in (("fedcrf", 0.2), ("fedcrf", 1.0), ("lightgcn", 1.0))
+    ]
+    axis = settings.sensitivity(load_runs(runs), "evaluation.train_share", RECALL).figure.axes[0]
+    assert [list(bar.lines[0].get_xdata()) for bar in axis.containers] == [[0.2, 1.0], [1.0]]
+    assert not [line for line in axis.lines if line.get_linestyle() == "--"]
 
 
 def test_sensitivity_of_words(tmp_path: Path) -> None:

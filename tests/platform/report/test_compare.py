@@ -182,6 +182,11 @@ def test_pooled_rows_are_not_ranked(tmp_path: Path) -> None:
     assert "lightgcn (layers=3) (not private)" in rows and "saw all domains' interactions" in found.table.caption
     assert found.table.foot[0][2] == "+50.0 %"
     assert [r["private"] for r in csv_of(found.table.csv())] == ["1", "0", "1"]
+    assert {effect.label for effect in found.effects} == {"fedcrf"}, "what may not be chosen is not tested"
+    pooled_first = load_runs([runs[1], runs[2]])
+    assert baselines_of(pooled_first) == ["fedcrf"] and baselines_of(pooled_first, ["lightgcn"]) == [
+        pooled_first[0].label
+    ]
 
 
 def test_a_metric_without_values_per_user_is_tested_over_seeds_alone(tmp_path: Path) -> None:
@@ -221,6 +226,9 @@ def test_differences_over_seeds_are_those_of_the_common_seeds(tmp_path: Path) ->
     assert effect.difference == pytest.approx(0.6167 - 0.41, abs=1e-4)
     assert effect.seeds is not None and effect.seeds.difference == pytest.approx(0.065)
     assert over_seeds.rows[0][4:6] == ("+0.0650", "+15.9 %")
+    assert float(csv_of(over_seeds.csv())[0]["seeds_difference"]) == pytest.approx(0.065)
+    more = comparison(load_runs([*paths, made("lightgcn", 7, 0.80)]), METRICS[:1])
+    assert more.tests[1].rows[0][4:6] == ("+0.0650", "+15.9 %"), "relative to the baseline on those seeds"
 
 
 def test_a_dagger_needs_the_mean_as_well(tmp_path: Path) -> None:
@@ -270,6 +278,12 @@ def test_what_is_missing_is_named(made: list[Finished], tmp_path: Path) -> None:
     (runs[1].path / "per_user" / "books.test.parquet").unlink()
     with pytest.raises(CrossfedError, match="holds no per-user test values of domain 'books'"):
         comparison(runs)
+
+
+def test_no_number_is_refused(tmp_path: Path) -> None:
+    runs = load_runs([make_run(tmp_path / "a", "lightgcn", 0, {"books": {"recall_at_20": np.full(9, np.nan)}})])
+    with pytest.raises(CrossfedError, match="The test recall_at_20 of a for books is nan: its result is damaged"):
+        comparison(runs, METRICS[:1])
 
 
 def test_other_users_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from crossfed.platform.report.sources import check_comparable, gather, load_runs
+from crossfed.platform.report.sources import check_comparable, gather, load_runs, relabelled
 from crossfed.platform.seam import CrossfedError
 from crossfed.platform.tracking import Tracker, TrackingSettings
 from made_runs import make_run, users
@@ -35,6 +35,19 @@ def test_rows_are_methods_and_the_settings_that_differ(tmp_path: Path) -> None:
     b, c = "fedcrf (K=30, text.encoder=minilm)", "fedcrf (K=40, text.encoder=hashing:64)"
     assert [run.label for run in load_runs(paths)] == ["lightgcn", b, c, b]
     assert [run.label for run in load_runs(paths[:2])] == ["lightgcn", "fedcrf"]
+
+
+def test_a_row_tells_what_makes_its_numbers_mean_something_else(tmp_path: Path) -> None:
+    """A share of the data, and a control, also where all rows of a method have it, or all rows at all."""
+    paths = [
+        make_run(tmp_path / "a", "lightgcn", 1, values(), sets=("evaluation.train_share=0.4",)),
+        make_run(tmp_path / "b", "lightgcn", 2, values(), sets=("evaluation.train_share=0.4", "layers=4")),
+        make_run(tmp_path / "c", "fedcrf", 1, values(), sets=("control=noise",)),
+    ]
+    labels = ["lightgcn (layers=2, evaluation.train_share=0.4)", "lightgcn (layers=4, evaluation.train_share=0.4)"]
+    assert [run.label for run in load_runs(paths)] == [*labels, "fedcrf (control=noise)"]
+    assert [run.label for run in load_runs(paths[:1])] == ["lightgcn (evaluation.train_share=0.4)"]
+    assert [run.label for run in relabelled(load_runs(paths[:1]), "evaluation.train_share")] == ["lightgcn"]
 
 
 def test_a_setting_that_came_later_has_its_default(tmp_path: Path) -> None:
