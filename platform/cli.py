@@ -142,7 +142,8 @@ def run(
     from crossfed.platform.config import build
     from crossfed.platform.evaluation.final import test_once
     from crossfed.platform.progress import make_progress
-    from crossfed.platform.run import fetch_run, find_run, run_federation, stored_config
+    from crossfed.platform.run import run_federation
+    from crossfed.platform.runs import fetch_run, find_run, stored_config
     from crossfed.platform.storage import is_uri
 
     started: list[Path] = []
@@ -376,7 +377,7 @@ def privacy(
 ) -> None:
     """What a run's perturbed messages cost: every release with its parameters, and the totals by domain."""
     from crossfed.platform.privacy import summary
-    from crossfed.platform.run import find_run, privacy_account
+    from crossfed.platform.runs import find_run, privacy_account
 
     block, console = privacy_account(find_run(run, out)), Console(highlight=False)
     shown = Table(title="perturbed releases by sender", title_justify="left")
@@ -405,7 +406,7 @@ def replay(
     uri: Annotated[str | None, typer.Option(help="Where to; by default where the run wanted to be tracked.")] = None,
 ) -> None:
     """Send what a run could not tell its MLflow server while that was away."""
-    from crossfed.platform.run import find_run
+    from crossfed.platform.runs import find_run
     from crossfed.platform.tracking import replay as replay_run
 
     done = replay_run(find_run(run, out), uri)

@@ -66,7 +66,7 @@ def audit(
     from crossfed.platform.report.audit import CONTROLS as BLOCK
     from crossfed.platform.report.audit import audit as page
     from crossfed.platform.report.page import write
-    from crossfed.platform.run import find_run
+    from crossfed.platform.runs import find_run
     from crossfed.platform.tracking import add_artifact
 
     run_dir = find_run(run, out)
@@ -90,7 +90,7 @@ def _run_controls(
     from crossfed.platform.cli import terminable  # which imports this module
     from crossfed.platform.evaluation.final import test_once
     from crossfed.platform.progress import make_progress
-    from crossfed.platform.run import stored_config
+    from crossfed.platform.runs import stored_config
     from crossfed.platform.transfer import local_variant, run_arms
 
     if sets and local is None:
@@ -117,7 +117,7 @@ def _tell(run_dir: Path, arms: list[Arm], metric: str | None) -> Path:
     from crossfed.platform.checkpoint import write_json, writing
     from crossfed.platform.report.audit import CONTROLS as BLOCK
     from crossfed.platform.report.transfer import measure, sentences, table
-    from crossfed.platform.run import stored_config
+    from crossfed.platform.runs import stored_config
 
     block = measure(arms, metric or stored_config(run_dir).evaluation.select)
     write_json(run_dir / BLOCK, block)

@@ -39,7 +39,7 @@ def evaluate(
     from crossfed.platform.evaluate import evaluate as measure
     from crossfed.platform.evaluation.final import test_once
     from crossfed.platform.progress import make_progress
-    from crossfed.platform.run import find_run
+    from crossfed.platform.runs import find_run
 
     started: list[Path] = []
     try:

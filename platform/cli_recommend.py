@@ -25,7 +25,8 @@ def recommend(
 ) -> None:
     """Recommend items of one domain to its users, with their titles; an unknown user gets what ranks high for most."""
     from crossfed.platform.data.store import PreparedData
-    from crossfed.platform.run import find_run, resolve_data, stored_config
+    from crossfed.platform.run import resolve_data
+    from crossfed.platform.runs import find_run, stored_config
     from crossfed.platform.served import DomainModel
 
     run_dir = find_run(run, out)

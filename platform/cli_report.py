@@ -162,7 +162,7 @@ def figures(
     from crossfed.platform.report import figures
     from crossfed.platform.report.own import run_analyses
     from crossfed.platform.report.sources import read_result
-    from crossfed.platform.run import RESULT, find_run
+    from crossfed.platform.runs import RESULT, find_run
 
     run_dir = find_run(run, out)
     if not (run_dir / RESULT).is_file():

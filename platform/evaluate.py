@@ -20,20 +20,8 @@ from crossfed.platform.nodes import Plan
 from crossfed.platform.privacy import RECORD
 from crossfed.platform.progress import Progress
 from crossfed.platform.rounds import HISTORY, LEDGER, check_method
-from crossfed.platform.run import (
-    CONFIG,
-    DATA,
-    RESULT,
-    TRAINED,
-    Finish,
-    RunResult,
-    finished,
-    guard,
-    resolve_data,
-    run_federation,
-    run_name,
-    stored_config,
-)  # fmt: skip
+from crossfed.platform.run import Finish, RunResult, guard, resolve_data, run_federation, run_name  # fmt: skip
+from crossfed.platform.runs import CONFIG, DATA, RESULT, TRAINED, finished, stored_config  # fmt: skip
 from crossfed.platform.seam import CrossfedError, ranking_keys
 
 MEASURED = ("evaluation.protocol", "evaluation.ks", "evaluation.metrics")

@@ -19,35 +19,28 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import pandas as pd
-import torch
-from safetensors.torch import load_file
 
 from crossfed.platform import privacy, storage, tokeniser
 from crossfed.platform.artifacts import ArtifactStore, default_root
-from crossfed.platform.checkpoint import Checkpoints, read_json, write_json, write_text, writing
-from crossfed.platform.config import RunConfig, build
+from crossfed.platform.checkpoint import read_json, write_json, write_text, writing
+from crossfed.platform.config import RunConfig
 from crossfed.platform.controls import blame, check_control
 from crossfed.platform.data import synthetic
 from crossfed.platform.data.store import PreparedData
-from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.nodes import Artifacts, InProcess, Measured, NodeLost, Nodes, Plan
 from crossfed.platform.progress import Progress, SummaryRow, make_progress
-from crossfed.platform.report import figures
+from crossfed.platform.record import record, told_share, track
 from crossfed.platform.rounds import HISTORY, LEDGER, Round, Rounds
+from crossfed.platform.runs import CONFIG, DATA, RESULT, TRAINED, stored_config
 from crossfed.platform.seam import CrossfedError, Direction, Scope
 from crossfed.platform.spool import RUN_ID
 from crossfed.platform.storage import Mirror
-from crossfed.platform.tracking import DatasetInput, Status, Tracker
+from crossfed.platform.tracking import Status, Tracker
 
 Finish = Callable[[Plan, Nodes], Mapping[str, Measured]]
 """What runs on the selected state before the nodes end: `evaluation.final.test_once` from the command line."""
-
-CONFIG, DATA, RESULT = "config.yaml", "data.json", "result.json"
-TRAINED = "trained.json"
-"""Where a model is measured again: the `result.json` of the run that trained it."""
 
 
 class Stopped(Exception):
@@ -168,7 +161,7 @@ def run_federation(
                 f"In one process resources.{', resources.'.join(idle)} {'does' if len(idle) == 1 else 'do'} nothing."
             )
         mirror = _mirror(config, run_dir, view)
-        tracker = _track(config, run_dir, data, domains, resume is not None, view)
+        tracker = track(config, run_dir, data, domains, resume is not None, view)
         try:
             result = _run(plan, data, tracker, view, on_round, finish, artifacts, mirror)
         except BaseException as error:
@@ -184,11 +177,6 @@ def run_federation(
                 view.note(f"privacy    {line}")
         view.note(f"tracking   {tracker.status}" + (f": {tracker.url}" if tracker.url else ""))
     return RunResult(result["run_id"], run_dir, result)
-
-
-def told_share(share: float) -> str:
-    """How much of the training data a run trains on, for the end of a phrase; nothing where it is all."""
-    return "" if share == 1 else f", {share:.3g} of the training interactions"
 
 
 def _selecting(config: RunConfig) -> str:
@@ -284,53 +272,6 @@ def _mirror(config: RunConfig, run_dir: Path, view: Progress) -> Mirror | None:
     mirror.start()
     view.note(f"copied to  {mirror.uri}")
     return mirror
-
-
-def _params(config: RunConfig) -> dict[str, Any]:
-    """What the tracker shows as the run's parameters."""
-    if config.tracking.params is not None:
-        return {name: config.config[name] for name in config.tracking.params}
-    apart = {"control": (config.control, "none"), "train_share": (config.evaluation.train_share, 1)}
-    told = {name: value for name, (value, usual) in apart.items() if value != usual}
-    return {"config_hash": config.hash()} | told | tokeniser.parameters(config) | config.config
-
-
-def _track(
-    config: RunConfig, run_dir: Path, data: PreparedData, domains: tuple[str, ...], resumed: bool, view: Progress
-) -> Tracker:
-    known = run_dir / RUN_ID
-    kind = "synthetic" if data.synthetic else "prepared"
-    return Tracker.start(
-        config.tracking,
-        run_dir,
-        run_dir.name,
-        _params(config),
-        {
-            "method": config.method,
-            "seed": str(config.seed),
-            "protocol": config.evaluation.protocol,
-            "data": data.path.name,
-            "data_kind": kind,
-            "data_fingerprint": data.fingerprint,
-            "preset": config.preset or "none",
-            "backend": config.backend,
-            "control": config.control,
-            "train_share": str(config.evaluation.train_share),
-            "config_hash": config.hash(),
-        }
-        | config.tracking.tags,
-        [
-            DatasetInput(
-                name,
-                f"{data.fingerprint[:20]}-{name}"[:36],
-                f"{kind} data {data.path.name}",
-                data.manifest["domains"][name],
-            )
-            for name in domains
-        ],
-        resume_run_id=known.read_text(encoding="utf-8").strip() if resumed and known.exists() else None,
-        warn=view.warn,
-    )
 
 
 def make_artifacts(config: RunConfig, view: Progress) -> Artifacts:
@@ -495,7 +436,7 @@ def _run(
     result |= executed
     write_json(plan.run_dir / RESULT, result)
     with writing(plan.run_dir):
-        _artifacts(plan, result, rounds.history.rows(), ledger, tracker, view)
+        record(plan, result, rounds.history.rows(), ledger, tracker, view)
     return result
 
 
@@ -525,68 +466,6 @@ def _bytes(ledger: pd.DataFrame, domains: tuple[str, ...]) -> dict[str, dict[str
     }
 
 
-def _artifacts(
-    plan: Plan,
-    result: dict[str, Any],
-    history: list[dict[str, Any]],
-    ledger: pd.DataFrame,
-    tracker: Tracker,
-    view: Progress,
-) -> None:
-    """Everything the tracker keeps besides metrics."""
-    run_dir, last = plan.run_dir, max((row["step"] for row in history), default=0)
-    ledger.to_parquet(run_dir / "ledger.parquet", index=False)
-    for name, row in result["privacy"]["domains"].items():
-        totals = {f"final/privacy/{name}/{key}": value for key, value in row.items() if key.startswith("epsilon_")}
-        tracker.log(totals, last)
-    for name, row in result["domains"].items():
-        tracker.log({f"final/audit/{name}/{key}": value for key, value in row.get("audit", {}).items()}, last)
-        tracker.log(
-            {
-                f"final/{split}/{name}/{key}": value
-                for split in ("validation", "test")
-                for key, value in row.get(split, {}).items()
-            },
-            last,
-        )
-    peaks = {f"memory/{kind}/{name}": row[kind] for name, row in result.get("memory", {}).items() for kind in row}
-    tracker.log({key: peak for key, peak in peaks.items() if peak is not None}, last)
-    tracker.describe(_described(result, plan.config.evaluation.select))
-    if not plan.config.tracking.artifacts:
-        return
-    for file in (CONFIG, DATA, "placement.json", "history.jsonl", "ledger.parquet", RESULT):
-        tracker.artifact(run_dir / file)
-    if (run_dir / "per_user").is_dir():
-        tracker.artifact(run_dir / "per_user", "per_user")
-    from crossfed.platform.report.own import run_analyses  # reads finished runs, for which it imports this module
-
-    drawn = figures.run_figures(history, result) | figures.model_figures(run_dir / "model", plan.domains, result)
-    drawn |= run_analyses(run_dir) if history else {}
-    for name, figure in drawn.items():
-        tracker.figure(figure, name)
-    for name in plan.domains:
-        registered = f"{result['method']}-{result['data']['name']}-{name}".replace("/", "_").replace(":", "_")
-        tracker.model(run_dir, name, last, registered if plan.config.tracking.register_models else None)
-
-
-def _described(result: dict[str, Any], select: str) -> str:
-    """The run's page in the UI: what it is, and its numbers."""
-    kind = "synthetic data" if result["data"]["synthetic"] else "data"
-    rows = [
-        f"| {name} | {row['validation'][select]:.4f} | {row['test'][select]:.4f} | {result['candidates'][name]} |"
-        if "test" in row
-        else f"| {name} | {row['validation'][select]:.4f} | – | {result['candidates'][name]} |"
-        for name, row in result["domains"].items()
-    ]
-    control = "" if (told := result.get("control", "none")) == "none" else f" under the control {told}"
-    share = told_share(result.get("train_share", 1.0))
-    where = f"{kind} {result['data']['name']}{share}, protocol {told_protocol(result)}, seed {result['seed']}"
-    head = f"**{result['method']}**{control}, {where}"
-    return "\n".join(
-        [head, "", f"| domain | validation {select} | test {select} | candidates |", "|---|---|---|---|", *rows]
-    )
-
-
 def _summary(view: Progress, config: RunConfig, result: dict[str, Any]) -> None:
     """The final table: the selecting metric and the first two of the others; everything else is in `result.json`."""
     told = [f"{name}_at_{k}" for name in config.evaluation.metrics[:2] for k in config.evaluation.ks]
@@ -607,81 +486,3 @@ def _summary(view: Progress, config: RunConfig, result: dict[str, Any]) -> None:
             for name, row in result["domains"].items()
         ]
     )
-
-
-# -- finished and interrupted runs -------------------------------------------------------------------------------
-
-
-def find_run(name: str, out: Path) -> Path:
-    """The directory of a run given by path or by id below `out`.
-
-    Raises:
-        CrossfedError: there is none.
-    """
-    for path in (Path(name), out / name):
-        if (path / CONFIG).is_file():
-            return path
-    raise CrossfedError(f"There is no run {name!r}, neither as a path nor in {out}.")
-
-
-def finished(run_dir: Path) -> bool:
-    """Whether a run has test metrics of all its domains."""
-    if not (run_dir / RESULT).is_file():
-        return False
-    return all("test" in row for row in read_json(run_dir / RESULT)["domains"].values())
-
-
-def fetch_run(uri: str, out: Path) -> Path:
-    """Bring a run that was mirrored to a URI into `out`, as of its last complete commit.
-
-    Raises:
-        CrossfedError: there is none, or the name is taken in `out`.
-    """
-
-    def names(run_dir: Path) -> tuple[str, ...]:
-        domains = tuple(read_json(run_dir / DATA)["domains"])
-        return Plan(stored_config(run_dir), run_dir, domains, run_dir, run_dir).nodes
-
-    return storage.fetch(uri, out, names)
-
-
-def stored_config(run_dir: Path, data: Path | None = None) -> RunConfig:
-    """The effective configuration of a run; a run that was moved goes on where it is now.
-
-    Args:
-        data: where its data are now, if not where they were.
-    """
-    return build(str(run_dir / CONFIG), values={"data": data and data.absolute()})
-
-
-def privacy_account(run_dir: Path) -> dict[str, Any]:
-    """The "privacy" block of a run, also of one that is unfinished or still going on, from its own record.
-
-    Raises:
-        CrossfedError: a file of the run is damaged.
-    """
-    config, last = stored_config(run_dir), Checkpoints(run_dir, ()).peek()
-    releases = config.resolved.releases(config.method_config())
-    accountant = privacy.Accountant(config.privacy, releases, privacy.read_lines(run_dir / privacy.RECORD))
-    ledger = privacy.read_lines(run_dir / LEDGER)
-    try:
-        return accountant.report(ledger, last.get("budget_stops", {}) if last else {})
-    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
-        raise CrossfedError(
-            f"A line of {LEDGER} or {privacy.RECORD} in {run_dir} is not what the run wrote ({type(error).__name__}: {error}); "
-            "restore them from a copy."
-        ) from error
-
-
-def load_scorer(run_dir: Path, domain: str) -> Callable[[npt.NDArray[np.int64]], torch.Tensor]:
-    """The finished model of one domain: users (row numbers, int64 [b]) -> scores [b, n_items], seen items not masked.
-
-    Raises:
-        CrossfedError: the run has not finished or has no such domain.
-    """
-    path = run_dir / "model" / f"{domain}.safetensors"
-    if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.safetensors"))) or "none yet"
-        raise CrossfedError(f"{run_dir} holds no model of domain {domain!r}; it has: {known}.")
-    method, exported = stored_config(run_dir).resolved, load_file(path)
-    return lambda users: method.score_exported(exported, users)

@@ -96,7 +96,7 @@ class DomainModel:
     """
 
     def __init__(self, run_dir: Path, domain: str) -> None:
-        from crossfed.platform.run import load_scorer
+        from crossfed.platform.runs import load_scorer
 
         self.domain = domain
         self._scorer: Scorer = load_scorer(run_dir, domain)

@@ -26,7 +26,8 @@ from crossfed.platform.config import Privacy, RunConfig, build, first_error
 from crossfed.platform.controls import CONTROLS
 from crossfed.platform.discovery import find_method, method_file, nearest
 from crossfed.platform.progress import Progress
-from crossfed.platform.run import RESULT, Finish, finished, run_federation, stored_config
+from crossfed.platform.run import Finish, run_federation
+from crossfed.platform.runs import RESULT, finished, stored_config
 from crossfed.platform.seam import CrossfedError
 
 LOCAL, HONEST = "local", "honest"

@@ -26,7 +26,9 @@ from crossfed.platform.config import RunConfig
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.nodes import Artifacts, Plan
 from crossfed.platform.progress import Progress, make_progress
-from crossfed.platform.run import RESULT, Finish, chosen_domains, make_artifacts, resolve_data, told_share
+from crossfed.platform.record import told_share
+from crossfed.platform.run import Finish, chosen_domains, make_artifacts, resolve_data
+from crossfed.platform.runs import RESULT
 from crossfed.platform.seam import CrossfedError
 from crossfed.platform.spool import RUN_ID
 from crossfed.platform.tracking import Tracker

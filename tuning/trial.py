@@ -19,7 +19,8 @@ from ray import tune
 from crossfed.platform.config import RunConfig
 from crossfed.platform.nodes import Artifacts
 from crossfed.platform.rounds import Round
-from crossfed.platform.run import Finish, Stopped, run_federation, stored_config
+from crossfed.platform.run import Finish, Stopped, run_federation
+from crossfed.platform.runs import stored_config
 from crossfed.platform.seam import CrossfedError
 
 STOPPED = "stopped"

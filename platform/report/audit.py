@@ -21,7 +21,7 @@ from crossfed.platform.progress import size
 from crossfed.platform.report import figures, transfer
 from crossfed.platform.report.page import Page, Section
 from crossfed.platform.report.tables import ABSENT, Column, Grid
-from crossfed.platform.run import RESULT, privacy_account, stored_config
+from crossfed.platform.runs import RESULT, privacy_account, stored_config
 from crossfed.platform.seam import Direction, Field
 
 CONTROLS = "controls.json"

@@ -18,7 +18,8 @@ from crossfed.platform.report.figures import MARKERS, About, below, cosines, pan
 from crossfed.platform.report.figures import prototypes as prototype_figure
 from crossfed.platform.report.sources import Finished
 from crossfed.platform.report.tables import Column, Grid
-from crossfed.platform.run import resolve_data, stored_config
+from crossfed.platform.run import resolve_data
+from crossfed.platform.runs import stored_config
 from crossfed.platform.seam import SERVER, Array, CrossfedError
 
 LAYOUTS = ("tsne", "umap")

@@ -20,7 +20,7 @@ from crossfed.platform.report.figures import About, validation_curves
 from crossfed.platform.report.page import Page, Section
 from crossfed.platform.report.sources import Finished, candidates
 from crossfed.platform.report.tables import ABSENT, Column, Grid
-from crossfed.platform.run import stored_config
+from crossfed.platform.runs import stored_config
 from crossfed.platform.seam import CrossfedError
 
 

@@ -19,7 +19,7 @@ from crossfed.platform import tracking
 from crossfed.platform.checkpoint import read_json
 from crossfed.platform.config import RunConfig
 from crossfed.platform.discovery import find_method
-from crossfed.platform.run import RESULT, find_run
+from crossfed.platform.runs import RESULT, find_run
 from crossfed.platform.seam import CrossfedError
 from crossfed.platform.spool import RUN_ID
 

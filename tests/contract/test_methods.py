@@ -18,7 +18,8 @@ from crossfed.platform.discovery import find_method, method_file, method_names
 from crossfed.platform.evaluation.final import test_once as final_test
 from crossfed.platform.nodes import InProcess
 from crossfed.platform.rounds import check_method
-from crossfed.platform.run import load_scorer, run_federation, stored_config
+from crossfed.platform.run import run_federation
+from crossfed.platform.runs import load_scorer, stored_config
 from crossfed.platform.seam import Direction, MethodConfig, Scope
 from crossfed.platform.transfer import local_variant
 from crossfed.tuning.space import space

@@ -25,7 +25,8 @@ from crossfed.platform.data.store import PreparedData
 from crossfed.platform.nodes import InProcess, Plan
 from crossfed.platform.payloads import Entry, Gate, check_metrics, check_told
 from crossfed.platform.rounds import Round, Rounds, check_method
-from crossfed.platform.run import privacy_account, run_federation, stored_config
+from crossfed.platform.run import run_federation
+from crossfed.platform.runs import privacy_account, stored_config
 from crossfed.platform.seam import SERVER, Direction, Field, Stage
 
 Attack = Callable[[Mutator, Path], None]

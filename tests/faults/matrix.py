@@ -37,7 +37,8 @@ from crossfed.platform.config import RunConfig  # noqa: E402
 from crossfed.platform.discovery import find_method  # noqa: E402
 from crossfed.platform.evaluation.final import test_once  # noqa: E402
 from crossfed.platform.rounds import Round  # noqa: E402
-from crossfed.platform.run import run_federation, stored_config  # noqa: E402
+from crossfed.platform.run import run_federation  # noqa: E402
+from crossfed.platform.runs import stored_config  # noqa: E402
 from crossfed.platform.seam import SERVER, CrossfedError, Scope  # noqa: E402
 
 DOMAINS = ("books", "films", "games")

@@ -12,7 +12,8 @@ import pytest
 
 from crossfed.platform.checkpoint import Checkpoints
 from crossfed.platform.config import RunConfig, build
-from crossfed.platform.run import run_federation, stored_config
+from crossfed.platform.run import run_federation
+from crossfed.platform.runs import stored_config
 from crossfed.platform.seam import CrossfedError
 
 NODES = ("server", "books", "films", "games")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from crossfed.platform.config import RunConfig, build
-from crossfed.platform.run import run_federation, stored_config
+from crossfed.platform.run import run_federation
+from crossfed.platform.runs import stored_config
 from crossfed.platform.seam import CrossfedError
 
 

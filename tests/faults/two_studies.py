@@ -30,7 +30,8 @@ from faults.matrix import DOMAINS, Machines, make_shops, numbers, say  # noqa: E
 from crossfed.platform.checkpoint import read_json  # noqa: E402
 from crossfed.platform.config import RunConfig  # noqa: E402
 from crossfed.platform.evaluation.final import test_once  # noqa: E402
-from crossfed.platform.run import run_federation, stored_config  # noqa: E402
+from crossfed.platform.run import run_federation  # noqa: E402
+from crossfed.platform.runs import stored_config  # noqa: E402
 
 STUDIES = ("east", "west")
 TRIALS, ROUNDS, CPUS = 4, 6, 4

@@ -19,7 +19,8 @@ from crossfed.platform.config import build
 from crossfed.platform.nodes import InProcess, Plan
 from crossfed.platform.progress import Progress
 from crossfed.platform.rounds import Round
-from crossfed.platform.run import run_federation, stored_config
+from crossfed.platform.run import run_federation
+from crossfed.platform.runs import stored_config
 from crossfed.platform.seam import CrossfedError
 
 ROOT = Path(__file__).resolve().parents[2]

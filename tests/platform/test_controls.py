@@ -16,7 +16,8 @@ from crossfed.platform.evaluation.final import test_once as final_test
 from crossfed.platform.report import figures
 from crossfed.platform.report.compare import grouped
 from crossfed.platform.report.sources import load_runs
-from crossfed.platform.run import RunResult, run_federation, stored_config
+from crossfed.platform.run import RunResult, run_federation
+from crossfed.platform.runs import stored_config
 from crossfed.platform.seam import CrossfedError
 from crossfed.platform.tracking import Tracker
 from made_runs import make_run

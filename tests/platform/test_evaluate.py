@@ -22,7 +22,8 @@ from crossfed.platform.evaluation import candidates
 from crossfed.platform.evaluation.final import test_once as final_test
 from crossfed.platform.evaluation.protocols import PROTOCOLS, Protocol
 from crossfed.platform.report.sources import check_comparable, load_runs
-from crossfed.platform.run import load_scorer, run_federation, stored_config
+from crossfed.platform.run import run_federation
+from crossfed.platform.runs import find_run, load_scorer, stored_config
 from crossfed.platform.seam import CrossfedError, ranking_keys
 
 FEW = Protocol("leave-one-out-9", "leave-one-out", 9, "As leave-one-out, but among 9 sampled items.")
@@ -242,7 +243,7 @@ def test_what_was_brought_in_part_is_no_run(local: list[Path], tmp_path: Path, m
     (left,) = tmp_path.iterdir()
     assert (left / "checkpoints").is_dir()
     with pytest.raises(CrossfedError, match="There is no run"):
-        run_module.find_run(left.name, tmp_path)
+        find_run(left.name, tmp_path)
 
 
 # -- refused -------------------------------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ from crossfed.platform.privacy import (
     whole_epsilon,
 )
 from crossfed.platform.rounds import Round, check_method
-from crossfed.platform.run import privacy_account, run_federation, stored_config
+from crossfed.platform.run import run_federation
+from crossfed.platform.runs import privacy_account, stored_config
 from crossfed.platform.seam import CrossfedError, Direction, LeakError, Release, noise_generator
 
 SHOPS = ("books", "films", "games")

@@ -17,7 +17,8 @@ from crossfed.platform.config import RunConfig, build
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.evaluation.final import test_once as final_test
 from crossfed.platform.rounds import Round
-from crossfed.platform.run import load_scorer, run_federation, stored_config
+from crossfed.platform.run import run_federation
+from crossfed.platform.runs import load_scorer, stored_config
 from crossfed.platform.seam import CrossfedError, LeakError
 
 

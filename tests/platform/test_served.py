@@ -26,7 +26,8 @@ from crossfed.platform import served
 from crossfed.platform.cli import app
 from crossfed.platform.config import build
 from crossfed.platform.data.store import PreparedData
-from crossfed.platform.run import load_scorer, run_federation
+from crossfed.platform.run import run_federation
+from crossfed.platform.runs import load_scorer
 from crossfed.platform.seam import CrossfedError
 from crossfed.platform.served import DomainModel
 

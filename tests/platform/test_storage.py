@@ -13,7 +13,8 @@ from crossfed.platform import storage
 from crossfed.platform.config import RunConfig, build
 from crossfed.platform.progress import make_progress
 from crossfed.platform.rounds import Round
-from crossfed.platform.run import fetch_run, run_federation, stored_config
+from crossfed.platform.run import run_federation
+from crossfed.platform.runs import fetch_run, stored_config
 from crossfed.platform.seam import CrossfedError
 from crossfed.platform.storage import Mirror
 
