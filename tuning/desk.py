@@ -166,7 +166,8 @@ class Desk:
         setting = setting_of({key: trial.config["run"].config[key] for key in self.study.parameters})
         held = "" if best is None else f"  (best {number(best.values[0])}, trial {best.number})"
         self.say(
-            f"trial {index}  {setting}  {outcome} after {facts['rounds']} rounds, {span(facts['seconds'])}: {values}{held}"
+            f"trial {index}  {setting}  {outcome} after {facts['rounds']} rounds, {span(facts['seconds'])}{_lost(facts)}: "
+            f"{values}{held}"
         )
 
     def stopped(self) -> None:
@@ -222,9 +223,8 @@ class Finals(Desk):
         elif result.get("over"):
             facts = json.loads(result["facts"])
             told = ", ".join(f"{name} {number(value)}" for name, value in facts.get("test", {}).items())
-            self.say(
-                f"final run, seed {seed}: test {self.study.base.evaluation.select}: {told}  ({span(facts['seconds'])})"
-            )
+            took = f"{span(facts['seconds'])}{_lost(facts)}"
+            self.say(f"final run, seed {seed}: test {self.study.base.evaluation.select}: {told}  ({took})")
 
     def lost(self, trial: Trial, reason: str) -> None:
         seed = trial.config["number"]
@@ -234,6 +234,12 @@ class Finals(Desk):
 
     def stopped(self) -> None:
         return
+
+
+def _lost(facts: Mapping[str, Any]) -> str:
+    """How often a run went back to its last committed round, for the end of a phrase."""
+    count = facts.get("restarts", 0)
+    return f", {count} restart{'s' * (count > 1)} after a lost node" if count else ""
 
 
 def setting_of(values: Mapping[str, Any]) -> str:

@@ -135,6 +135,7 @@ class Book:
         self.epsilon: float | None = None
         self.run_id: str | None = None
         self.test: dict[str, float] = {}
+        self.restarts = 0
 
     def recall(self, history: Path) -> None:
         """Count what an interrupted run did before."""
@@ -155,6 +156,7 @@ class Book:
         """The run is over: what counts is the selected state."""
         metric = self.run.evaluation.select
         self.domains = {name: row["validation"][metric] for name, row in result["domains"].items()}
+        self.restarts = result["restarts"]
         self.test = {name: row["test"][metric] for name, row in result["domains"].items() if "test" in row}
 
     def json(self) -> str:
@@ -168,5 +170,5 @@ class Book:
             "cpu_seconds": self.cpus * seconds,
             "gpu_seconds": self.gpus * seconds,
         }
-        optional = {"epsilon": self.epsilon, "test": self.test or None}
+        optional = {"epsilon": self.epsilon, "test": self.test or None, "restarts": self.restarts or None}
         return json.dumps(told | {key: value for key, value in optional.items() if value is not None})
