@@ -30,7 +30,10 @@ def test_a_signal_while_ray_starts(seconds: float, number: signal.Signals, shops
         "ray",
     ]
     command += [part for text in sets for part in ("--set", text)] + ["--out", str(tmp_path), "--progress", "quiet"]
-    victim = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    victim = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+    )  # fmt: skip
     until = time.monotonic() + 120
     while time.monotonic() < until and not list(tmp_path.glob("*/mlflow_run_id")):
         time.sleep(0.05)
