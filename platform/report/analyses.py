@@ -23,7 +23,7 @@ from crossfed.platform.evaluation.cohorts import BOUNDS, NAMES, by_activity
 from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.report.compare import grouped, per_user
 from crossfed.platform.report.comparison import Compared, comparison
-from crossfed.platform.report.figures import COLOURS, GREY, MARKERS, below, panels, save, styles
+from crossfed.platform.report.figures import COLOURS, GREY, MARKERS, below, hatch, panels, save, styles
 from crossfed.platform.report.sources import Finished, check_comparable, relabelled
 from crossfed.platform.report.tables import ABSENT, Column, Grid, pretty, spread
 from crossfed.platform.seam import CrossfedError
@@ -97,7 +97,7 @@ def cohorts(runs: Sequence[Finished], metric: str, bounds: Sequence[int] = BOUND
                 mean = cohort.means.get(metric, math.nan)
                 low, high = cohort.intervals.get(metric, (math.nan, math.nan))
                 x = position + (place - (len(groups) - 1) / 2) * width
-                axis.bar(x, mean, width * 0.92, color=style[label][0])
+                axis.bar(x, mean, width * 0.92, color=style[label][0], hatch=hatch(place), edgecolor="white", lw=0)
                 axis.errorbar(x, mean, [[mean - low], [high - mean]], color="black", lw=1, capsize=2)
                 records.append(
                     {"method": label, "domain": domain, "cohort": cohort.name, "interactions": ranges[position],
@@ -111,7 +111,13 @@ def cohorts(runs: Sequence[Finished], metric: str, bounds: Sequence[int] = BOUND
         axis.set_ylabel(pretty(metric))
     below(
         figure,
-        [*(Patch(color=style[label][0], label=label) for label in groups), error_bars("95 % interval over users")],
+        [
+            *(
+                Patch(facecolor=style[label][0], hatch=hatch(place), edgecolor="white", lw=0, label=label)
+                for place, label in enumerate(groups)
+            ),
+            error_bars("95 % interval over users"),
+        ],
     )
     return Analysis(
         f"cohorts-{metric}",

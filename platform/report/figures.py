@@ -389,6 +389,19 @@ def styles(names: Any) -> dict[str, tuple[str, str]]:
     return {n: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i, n in enumerate(unique)}
 
 
+def hatch(place: int) -> str:
+    """What tells bars apart whose colours have come round again."""
+    return ("", "///", "...")[place // len(COLOURS) % 3]
+
+
+def no_closer(axis: Axes, share: float = 0.02) -> None:
+    """Let an axis of values show at least that share of what stands in its middle, so that nothing looks like much."""
+    low, high = axis.get_ylim()
+    middle, half = (low + high) / 2, share * abs(low + high) / 4
+    if high - low < 2 * half:
+        axis.set_ylim(middle - half, middle + half)
+
+
 def _legend(
     figure: Figure, style: Mapping[str, tuple[str, str]], labels: Mapping[str, str], more: Sequence[Line2D] = ()
 ) -> None:

@@ -13,7 +13,7 @@ from matplotlib.ticker import NullLocator
 
 from crossfed.platform.report.analyses import Analysis, about, file_name
 from crossfed.platform.report.compare import grouped, value
-from crossfed.platform.report.figures import below, panels, styles
+from crossfed.platform.report.figures import below, no_closer, panels, styles
 from crossfed.platform.report.sources import Finished, Split, check_comparable, relabelled
 from crossfed.platform.report.tables import ABSENT, Cell, Column, Grid, pretty, spread
 from crossfed.platform.seam import CrossfedError
@@ -67,6 +67,7 @@ def sensitivity(
                 for at, mean, sd in zip(ordered, means, spreads, strict=True)
             ]  # fmt: skip
         scale.dress(axis)
+        no_closer(axis)
         axis.set_title(domain, fontsize=10.5)
         axis.set_xlabel(named or key)
         axis.set_ylabel(pretty(metric))
@@ -208,6 +209,7 @@ def utility(runs: Sequence[Finished], metric: str, counting: str = "whole", spli
         if max(reached) >= 20 * min(reached):
             axis.set_xscale("log")
         axis.set_title(domain, fontsize=10.5)
+        no_closer(axis)
         axis.set_xlabel(f"ε of the whole run ({_COUNTED[counting]})")
         axis.set_ylabel(pretty(metric))
     below(figure, _line_handles(style, {name: any(r["method"] == name for r in noisy) for name in lines}))

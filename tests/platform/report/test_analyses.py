@@ -81,6 +81,15 @@ def test_cohorts_are_means_over_seeds_with_intervals_over_users(tmp_path: Path) 
         analyses.cohorts(load_runs([*paths, half]), RECALL)
 
 
+def test_bars_of_many_rows_are_told_apart(tmp_path: Path) -> None:
+    """Eight rows, seven colours: no two bars of a cohort, and no two entries of the legend, look the same."""
+    paths = [make_run(tmp_path / str(k), "fedcrf", 0, both(0.3), sets=(f"K={k}",)) for k in range(2, 10)]
+    figure = analyses.cohorts(load_runs(paths), RECALL).figure
+    looks = [(bar.get_facecolor(), bar.get_hatch()) for bar in figure.axes[0].patches]
+    legend = [(entry.get_facecolor(), entry.get_hatch()) for entry in figure.legends[0].get_patches()]
+    assert len(set(looks)) == len(legend) == len(set(legend)) == 8 and set(looks) == set(legend)
+
+
 # -- against a setting -------------------------------------------------------------------------------------------
 
 
@@ -107,6 +116,18 @@ def test_sensitivity(varied: list[Finished]) -> None:
     assert axis.get_xscale() == "log" and axis.get_xlabel() == "K" and axis.get_title() == "books"
     level = [each for each in axis.lines if each.get_linestyle() == "--"]
     assert level[0].get_ydata()[0] == pytest.approx(both(0.25)["books"][RECALL].mean())
+
+
+@pytest.mark.parametrize(("other", "least"), [(0.30003, 0.02), (0.9, 0.6)])
+def test_a_small_difference_looks_small(other: float, least: float, tmp_path: Path) -> None:
+    flat = {0.2: np.full(9, 0.3), 0.4: np.full(9, other)}
+    runs = [
+        make_run(tmp_path / str(alpha), "fedcrf", 0, {"books": {RECALL: values}}, sets=(f"alpha={alpha}",))
+        for alpha, values in flat.items()
+    ]
+    low, high = settings.sensitivity(load_runs(runs), "alpha", RECALL).figure.axes[0].get_ylim()
+    assert low < 0.3 < other < high and high - low >= least * (low + high) / 2 * 0.999
+    assert high - low < 1.2 * max(least * (low + high) / 2, other - 0.3)
 
 
 def test_a_row_with_one_value_of_what_every_run_has_is_a_point(tmp_path: Path) -> None:
