@@ -66,7 +66,7 @@ def compare(
     if not np.array_equal(np.asarray(users)[order], np.asarray(other_users)[other_order]):
         raise CrossfedError("the two results are for different users; compare runs of the same data and protocol")
     if len(users) < 2:
-        raise CrossfedError(f"a paired test needs at least two users, got {len(users)}")
+        raise CrossfedError(f"a paired test needs at least two pairs, got {len(users)}")
     difference = np.asarray(values, np.float64)[order] - np.asarray(other_values, np.float64)[other_order]
     mean = float(difference.mean())
     if np.ptp(difference) < 1e-12:  # what rounding leaves of equal differences is no spread
