@@ -95,7 +95,7 @@ def record(
             },
             last,
         )
-    peaks = {f"memory/{kind}/{name}": row[kind] for name, row in result.get("memory", {}).items() for kind in row}
+    peaks = {f"final/memory/{kind}/{name}": row[kind] for name, row in result.get("memory", {}).items() for kind in row}
     tracker.log({key: peak for key, peak in peaks.items() if peak is not None}, last)
     tracker.describe(_described(result, plan.config.evaluation.select))
     if not plan.config.tracking.artifacts:

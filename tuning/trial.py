@@ -38,17 +38,22 @@ class FederationTrial(tune.Trainable):  # type: ignore[misc]
 
     def setup(self, config: dict[str, Any], artifacts: Artifacts | None = None, finish: Finish | None = None) -> None:
         self._artifacts, self._finish = artifacts, finish
-        self._begin(config)
+        self._config = config
+        self._thread: threading.Thread | None = None
 
-    def _begin(self, config: Mapping[str, Any]) -> None:
+    def _begin(self) -> threading.Thread:
         self._rows: queue.Queue[dict[str, Any] | Exception] = queue.Queue(1)
         self._go, self._halt = threading.Semaphore(0), threading.Event()
         self._asked = False
-        self._thread = threading.Thread(target=self._work, args=(dict(config),), daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._work, args=(dict(self._config),), daemon=True)
+        thread.start()
+        return thread
 
     def step(self) -> dict[str, Any]:
         """The next round, or the end."""
+        if self._thread is None:
+            # not before: after a lost machine Tune may set up a process for a trial that another one has finished meanwhile
+            self._thread = self._begin()
         if self._asked:
             self._go.release()
         row = self._rows.get()
@@ -58,13 +63,15 @@ class FederationTrial(tune.Trainable):  # type: ignore[misc]
         return row
 
     def cleanup(self) -> None:
-        self._halt.set()
-        self._go.release()
-        self._thread.join()
+        if self._thread is not None:
+            self._halt.set()
+            self._go.release()
+            self._thread.join()
+            self._thread = None
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         self.cleanup()
-        self._begin(new_config)
+        self._config = new_config
         return True
 
     # No checkpoint of Tune's: a run commits its own, and a trial that starts again finds them in its directory.

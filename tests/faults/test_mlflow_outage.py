@@ -151,7 +151,8 @@ def expected(done: Done) -> dict[str, list[tuple[int, float]]]:
     for name, domain in done.result.result["domains"].items():
         for split in ("validation", "test"):
             found |= {f"final/{split}/{name}/{key}": [(ROUNDS, value)] for key, value in domain[split].items()}
-    return found
+    memory = done.result.result["memory"]
+    return found | {f"final/memory/process/{name}": [(ROUNDS, row["process"])] for name, row in memory.items()}
 
 
 def files(client: MlflowClient, run_id: str, folder: str | None = None) -> set[str]:

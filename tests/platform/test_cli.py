@@ -109,7 +109,7 @@ def test_what_a_run_logs_in_mlflow(call, shops: Path, tmp_path: Path) -> None:
     assert run.data.tags["train_share"] == "1.0" and "train_share" not in run.data.params
     assert set(result["memory"]) == {"server", *result["domains"]}
     for name, peak in result["memory"].items():
-        assert run.data.metrics[f"memory/process/{name}"] == peak["process"] > 100_000_000 and peak["gpu"] is None
+        assert run.data.metrics[f"final/memory/process/{name}"] == peak["process"] > 100_000_000 and peak["gpu"] is None
     assert len(run.inputs.dataset_inputs) == 3
     top = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
     assert {"config.yaml", "result.json", "placement.json", "ledger.parquet", "data.json", "figures", "per_user"} <= top
