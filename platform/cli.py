@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib.metadata
 import os
 import signal
@@ -416,7 +418,11 @@ def replay(
 
 
 def main() -> None:
-    """Entry point of the `crossfed` command."""
+    """Run the command line of this process.
+
+    Raises:
+        SystemExit: with 2 after a mistake, 130 after an interrupt.
+    """
     try:
         app()
     except CrossfedError as error:
@@ -425,5 +431,22 @@ def main() -> None:
         sys.exit(2)
 
 
+def entry() -> None:
+    """The `crossfed` program: `main`, and after an interrupt an end without the interpreter's own.
+
+    Ray's threads can crash an interpreter that ends in the middle of Ray's start; all is told and saved by then.
+    """
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code != 130:
+            raise
+        atexit._run_exitfuncs()  # Ray's among them, which ends what it had started
+        with contextlib.suppress(OSError):  # nobody may be reading any more
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(130)
+
+
 if __name__ == "__main__":
-    main()
+    entry()
