@@ -364,6 +364,7 @@ def test_a_round_repeated_after_a_resume_counts_twice(shops: Path, tmp_path: Pat
     assert "3 messages are of rounds that ran again; they left twice and count twice" in summary(done.result["privacy"])
 
 
+@pytest.mark.slow
 def test_a_round_repeated_after_a_lost_node_counts_twice(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
     # nothing is committed before round 4; books dies in round 3 before anything of that round is delivered: 1 2 | 1 2 3 4
     settings = ("rounds=4", "checkpoint_every=4", f"marker={tmp_path / 'died'}")

@@ -90,7 +90,7 @@ def test_peer_bytes_count_at_both_ends(shops: Path, tmp_path: Path) -> None:
     assert done.result["bytes"] == {"up": expected, "down": expected}
 
 
-@pytest.mark.parametrize("method", ["AVERAGE", "TWO_STAGES", "GOSSIP"])
+@pytest.mark.parametrize("method", [pytest.param("AVERAGE", marks=pytest.mark.slow), "TWO_STAGES", "GOSSIP"])
 def test_in_process_equals_ray(method: str, shops: Path, tmp_path: Path, ray_cluster: None) -> None:
     runs = [
         run_federation(config(method, shops, tmp_path / backend, backend=backend), finish=final_test)
