@@ -14,6 +14,7 @@ from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.nodes import Plan
 from crossfed.platform.progress import Progress
 from crossfed.platform.report import figures
+from crossfed.platform.report.own import run_analyses
 from crossfed.platform.runs import CONFIG, DATA, RESULT
 from crossfed.platform.spool import RUN_ID
 from crossfed.platform.tracking import DatasetInput, Tracker
@@ -36,6 +37,14 @@ def _params(config: RunConfig) -> dict[str, Any]:
 def track(
     config: RunConfig, run_dir: Path, data: PreparedData, domains: tuple[str, ...], resumed: bool, view: Progress
 ) -> Tracker:
+    """Open the run's record, or go on with it: parameters, tags and the domains' data.
+
+    Args:
+        resumed: whether the run goes on from its last commit. view: where warnings go.
+
+    Raises:
+        CrossfedError: the store cannot be used, or is out of reach with `tracking.require`.
+    """
     known = run_dir / RUN_ID
     kind = "synthetic" if data.synthetic else "prepared"
     return Tracker.start(
@@ -79,7 +88,11 @@ def record(
     tracker: Tracker,
     view: Progress,
 ) -> None:
-    """Everything the tracker keeps besides metrics."""
+    """Final metrics, files, figures, models and the run's page; also writes `ledger.parquet` beside the result.
+
+    Args:
+        result: what `result.json` holds. history: a row per round. ledger: a row per array that crossed.
+    """
     run_dir, last = plan.run_dir, max((row["step"] for row in history), default=0)
     ledger.to_parquet(run_dir / "ledger.parquet", index=False)
     for name, row in result["privacy"]["domains"].items():
@@ -104,8 +117,6 @@ def record(
         tracker.artifact(run_dir / file)
     if (run_dir / "per_user").is_dir():
         tracker.artifact(run_dir / "per_user", "per_user")
-    from crossfed.platform.report.own import run_analyses  # reads finished runs, for which it imports this module
-
     drawn = figures.run_figures(history, result) | figures.model_figures(run_dir / "model", plan.domains, result)
     drawn |= run_analyses(run_dir) if history else {}
     for name, figure in drawn.items():

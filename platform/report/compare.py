@@ -38,7 +38,7 @@ class Effect:
         users: user by user; None for metrics without a value per user. users_p: the larger of its t-test's and Wilcoxon's
             p-values, each after Holm.
         seeds: seed by seed; None with fewer than two common seeds, or where the difference is the same for all of them.
-            seeds_base: the baseline's mean over those seeds. seeds_p: its t-test's p-value after Holm.
+            seeds_base: the baseline's mean over the common seeds. seeds_p: its t-test's p-value after Holm.
     """
 
     label: str
@@ -193,7 +193,7 @@ def effects(
             Effect(
                 label, best, domain, metric, difference, mean,
                 users, max(by_t[key], by_rank[key]) if users else None,
-                seeds, statistics.fmean(v for seed, v in theirs.items() if seed in mine or not seeds), by_seeds.get(key),
+                seeds, statistics.fmean([theirs[seed] for seed in theirs.keys() & mine.keys()] or [mean]), by_seeds.get(key),
             )
         )  # fmt: skip
     return told
