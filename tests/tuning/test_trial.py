@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from crossfed.platform.config import build
 from crossfed.tuning.desk import _lost
-from crossfed.tuning.trial import Book
+from crossfed.tuning.trial import Book, FederationTrial
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,15 @@ def test_what_was_done_before_an_interrupt_counts_and_a_repeated_round_once(tmp_
     facts = json.loads(book.json())
     assert facts["seconds"] == 9.0 and facts["bytes_up"] == 10
     assert (facts["cpu_seconds"], facts["gpu_seconds"]) == (4.5, 2.25)
+
+
+def test_a_process_that_is_set_up_in_vain_opens_no_run(tmp_path: Path) -> None:
+    """After a lost machine Tune may set up a second one for a trial that has finished by then."""
+    run = build("toys:AVERAGE", values={"out": tmp_path})
+    config = {"number": 0, "run": run, "name": "trial-0000", "cap": None, "cpus": 1.0, "gpus": 0.0}
+    before = threading.active_count()
+    trial = FederationTrial.__new__(FederationTrial)
+    trial.setup(config)
+    assert trial.reset_config(config)
+    trial.cleanup()
+    assert threading.active_count() == before and not list(tmp_path.iterdir())
