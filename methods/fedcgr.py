@@ -112,7 +112,7 @@ from crossfed.methods.parts.generative import (
     schedule,
 )
 from crossfed.methods.parts.transformer import Dropout, FeedForward, initialise
-from crossfed.platform.seam import (
+from crossfed.platform.method import (
     SERVER,
     Array,
     Context,

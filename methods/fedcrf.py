@@ -115,7 +115,7 @@ from crossfed.methods.parts.text_graph import (
     row_product,
     top_cosine,
 )
-from crossfed.platform.seam import (
+from crossfed.platform.method import (
     SERVER,
     Context,
     CrossfedError,

@@ -40,7 +40,7 @@ from pydantic import Field
 
 from crossfed.methods.parts.averaging import Server, Sharing, opening, proximal, rounds
 from crossfed.methods.parts.next_item import Learner, NextItem, NextItemConfig, n_targets
-from crossfed.platform.seam import Context, Direction, Method, Out, Payload, Stage
+from crossfed.platform.method import Context, Direction, Method, Out, Payload, Stage
 
 SHARING = Sharing(
     {

@@ -49,7 +49,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from crossfed.methods.parts.graph import bipartite_adjacency, propagate
 from crossfed.methods.parts.losses import bpr, finite, l2_ego
 from crossfed.methods.parts.sampling import bpr_epoch
-from crossfed.platform.seam import (
+from crossfed.platform.method import (
     Context,
     Interactions,
     Method,

@@ -99,7 +99,7 @@ from crossfed.methods.parts.graph import (
 from crossfed.methods.parts.losses import bpr, finite, info_nce
 from crossfed.methods.parts.perturbation import add_laplace, clip_l1, laplace_scale, signal_to_noise
 from crossfed.methods.parts.sampling import Batch, bpr_epoch
-from crossfed.platform.seam import (
+from crossfed.platform.method import (
     Context,
     Direction,
     Field,

@@ -60,7 +60,7 @@ from pydantic import Field
 from torch import Tensor
 
 from crossfed.methods.parts.next_item import Learner, NextItemConfig
-from crossfed.platform.seam import Context, Method, Out, Payload, Phase, Scope, Stage
+from crossfed.platform.method import Context, Method, Out, Payload, Phase, Scope, Stage
 
 
 class Config(NextItemConfig):

@@ -63,7 +63,7 @@ from crossfed.methods.parts.generative import (
     recommend_exported,
     schedule,
 )
-from crossfed.platform.seam import Context, Method, Out, Payload, Phase, Scope, Stage
+from crossfed.platform.method import Context, Method, Out, Payload, Phase, Scope, Stage
 
 
 class Config(GeneratorConfig):

@@ -48,7 +48,7 @@ from crossfed.methods.parts.generative import (
     schedule,
 )
 from crossfed.methods.parts.next_item import n_targets
-from crossfed.platform.seam import Context, Direction, Method, Out, Payload, Stage
+from crossfed.platform.method import Context, Direction, Method, Out, Payload, Stage
 
 SHARING = Sharing(
     {

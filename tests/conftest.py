@@ -11,7 +11,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 # Ray workers are started by the raylet, which inherits this environment: they must find the toy methods
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE / "support"), os.environ.get("PYTHONPATH")]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets actors miss their start beside any other work
 
@@ -50,8 +50,8 @@ def ray_cluster() -> Iterator[None]:
     """One local Ray cluster for all tests of this process that need one; runs join it instead of starting their own."""
     import ray
 
-    from crossfed.platform.cluster import connect
-    from crossfed.platform.config import Resources
+    from crossfed.platform.cluster.connect import connect
+    from crossfed.platform.config.settings import Resources
 
     connect(Resources())
     yield

@@ -20,23 +20,24 @@ import ray
 from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import SQLAlchemyError
 
-from crossfed.platform import cluster, tracking
 from crossfed.platform.checkpoint import read_json, write_json
-from crossfed.platform.config import RunConfig
+from crossfed.platform.cluster import connect
+from crossfed.platform.config.settings import RunConfig
+from crossfed.platform.console import Progress, make_progress
 from crossfed.platform.data.store import PreparedData
-from crossfed.platform.nodes import Artifacts, Plan
-from crossfed.platform.progress import Progress, make_progress
-from crossfed.platform.record import told_share
-from crossfed.platform.run import Finish, chosen_domains, make_artifacts, resolve_data
-from crossfed.platform.runs import RESULT
-from crossfed.platform.seam import CrossfedError
-from crossfed.platform.spool import RUN_ID
-from crossfed.platform.tracking import Tracker
-from crossfed.tuning import report
-from crossfed.tuning.desk import TIME_IS_UP, Desk, Finals, final_name, setting_of
-from crossfed.tuning.figures import save_figures
-from crossfed.tuning.fit import Interruptible, fit
-from crossfed.tuning.slots import Slots, slots
+from crossfed.platform.federation.node import Artifacts, Plan
+from crossfed.platform.federation.run import Finish, chosen_domains, make_artifacts, resolve_data
+from crossfed.platform.federation.runs import RESULT
+from crossfed.platform.method import CrossfedError
+from crossfed.platform.report.recording import told_share
+from crossfed.platform.tracking import tracker
+from crossfed.platform.tracking.spool import RUN_ID
+from crossfed.platform.tracking.tracker import Tracker
+from crossfed.tuning.placement import Slots, slots
+from crossfed.tuning.ray_tune import Interruptible, fit
+from crossfed.tuning.report import tables
+from crossfed.tuning.report.figures import save_figures
+from crossfed.tuning.scheduler import TIME_IS_UP, Desk, Finals, final_name, setting_of
 from crossfed.tuning.study import STUDY, Search, Study, differences, reason, total_rounds
 
 SUMMARY = "study.json"
@@ -108,7 +109,7 @@ def check(search: Search, base: RunConfig) -> tuple[RunConfig, PreparedData]:
         )
     Study.check(search, base)
     if base.tracking.enabled:
-        tracking.resolve_uri(base.tracking, base.out)
+        tracker.resolve_uri(base.tracking, base.out)
     full = base.model_copy(update={"data": base.data and data.path.absolute(), "out": base.out.absolute()})
     return full, data
 
@@ -135,7 +136,7 @@ def go_on(study: Study, *, more: int = 0, finish: Finish | None = None, view: Pr
         )
     began = time.monotonic()
     with study.locked(), view, _kept(study):
-        joined = cluster.connect(base.resources)
+        joined = connect.connect(base.resources)
         try:
             with Interruptible(view.warn) as signals:
                 nodes = Plan(base, data.path, domains, study.folder, study.folder).nodes
@@ -223,7 +224,7 @@ def _uri(study: Study) -> str | None:
     settings = study.base.tracking
     if settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or not settings.enabled:
         return settings.uri
-    return tracking.resolve_uri(settings, study.folder.parent)
+    return tracker.resolve_uri(settings, study.folder.parent)
 
 
 def _parent(study: Study, view: Progress) -> Tracker:
@@ -332,19 +333,19 @@ def _record(study: Study, parent: Tracker, summary: Mapping[str, Any]) -> None:
     """Figures and tables into the study's folder and its MLflow run."""
     for path in save_figures(study.optuna, study.folder / "figures"):
         parent.artifact(path, "figures")
-    (study.folder / "trials.md").write_text(report.markdown(study.optuna), encoding="utf-8")
+    (study.folder / "trials.md").write_text(tables.markdown(study.optuna), encoding="utf-8")
     for file in ("study.yaml", SUMMARY, "trials.md"):
         parent.artifact(study.folder / file)
     told = {"best/validation": float(summary["winner"]["values"][0])}
     for name, splits in summary["finals"].items():
         told |= {f"final/{split}/{name}/{summary['metric']}": row["mean"] for split, row in splits.items()}
     parent.log(told, len(study.trials()))
-    parent.describe(report.markdown(study.optuna))
+    parent.describe(tables.markdown(study.optuna))
 
 
 def tune_all(
     methods: Mapping[str, tuple[Search, RunConfig]], folder: Path, *, finish: Finish, view: Progress
-) -> report.Table:
+) -> tables.Table:
     """Give every method the same number of trials and the same rule, run each winner in full, and say what each cost.
 
     Args:
@@ -369,8 +370,8 @@ def tune_all(
         test = [
             statistics.fmean(column) for column in zip(*(row["test"]["values"] for row in finals.values()), strict=True)
         ]
-        rows.append(report.Spent.of(found.study.optuna, test))
-        table = report.budget_table(rows)
+        rows.append(tables.Spent.of(found.study.optuna, test))
+        table = tables.budget_table(rows)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "budget.md").write_text(table.markdown() + "\n", encoding="utf-8")
         (folder / "budget.csv").write_text(table.csv(), encoding="utf-8")

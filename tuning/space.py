@@ -18,9 +18,9 @@ import optuna
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from crossfed.platform.config import build, declared_search, first_error, parse_value
-from crossfed.platform.discovery import find_method, nearest
-from crossfed.platform.seam import CrossfedError
+from crossfed.platform.config.settings import build, declared_search, first_error, parse_value
+from crossfed.platform.method import CrossfedError
+from crossfed.platform.registry import find_method, nearest
 
 
 class _Entry(BaseModel):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from crossfed.platform.seam import (
+from crossfed.platform.method import (
     SERVER,
     Array,
     Context,

@@ -39,7 +39,7 @@ from crossfed.methods.parts.losses import finite
 from crossfed.methods.parts.sequences import batches, histories, padded, windows
 from crossfed.methods.parts.transformer import Attention, Dropout, FeedForward, Residual, attend, initialise
 from crossfed.methods.parts.trie import Trie
-from crossfed.platform.seam import RANKING, Context, Interactions, MethodConfig
+from crossfed.platform.method import RANKING, Context, Interactions, MethodConfig
 
 USERS = 256
 """Users whose histories are encoded at a time when recommending."""

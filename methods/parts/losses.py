@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from crossfed.platform.seam import Context, CrossfedError
+from crossfed.platform.method import Context, CrossfedError
 
 
 def bpr(positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from crossfed.methods.parts.losses import finite
 from crossfed.methods.parts.sampling import draw_negatives
 from crossfed.methods.parts.sequences import Cut, batches, histories, padded, windows
 from crossfed.methods.parts.transformer import EPS, Activation, Block, Dropout, Placement, initialise
-from crossfed.platform.seam import Context, Interactions, MethodConfig
+from crossfed.platform.method import Context, Interactions, MethodConfig
 
 
 class NextItemConfig(MethodConfig):

@@ -1,6 +1,6 @@
 """Clipping and noise for what leaves a domain: the Laplace mechanism, and how much signal it leaves.
 
-All in float64. What floating-point noise does and does not promise is told by `crossfed.platform.seam.noise_generator`.
+All in float64. What floating-point noise does and does not promise is told by `crossfed.platform.method.noise_generator`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from crossfed.platform.seam import Interactions
+from crossfed.platform.method import Interactions
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Users, positives and negatives: int64 [b] each, on the CPU."""

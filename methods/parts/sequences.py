@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from crossfed.platform.seam import Interactions
+from crossfed.platform.method import Interactions
 
 Int64s = npt.NDArray[np.int64]
 

@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from crossfed.platform.seam import SERVER, CrossfedError
+from crossfed.platform.method import SERVER, CrossfedError
 
 FORMAT = "crossfed-prepared-data"
 VERSION = 1

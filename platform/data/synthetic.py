@@ -32,7 +32,7 @@ import numpy.typing as npt
 from filelock import FileLock
 
 from crossfed.platform.data.store import PreparedData, Writer
-from crossfed.platform.seam import CrossfedError, stream
+from crossfed.platform.method import CrossfedError, stream
 
 VERSION = 1
 """Of the generator; goes into the recipe. Raise it when the same arguments come to give other data."""

@@ -18,7 +18,7 @@ import torch
 
 from crossfed.platform.evaluation.candidates import Candidates, full_id
 from crossfed.platform.evaluation.metrics import macro_metrics, per_user_metrics
-from crossfed.platform.seam import Array, CrossfedError
+from crossfed.platform.method import Array, CrossfedError
 
 Score = Callable[[npt.NDArray[np.int64]], torch.Tensor]
 """users int64 [b] -> float tensor [b, n_items] on any device."""

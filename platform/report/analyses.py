@@ -18,15 +18,15 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from crossfed.platform.checkpoint import writing
-from crossfed.platform.discovery import find_method, nearest
 from crossfed.platform.evaluation.cohorts import BOUNDS, NAMES, by_activity
 from crossfed.platform.evaluation.protocols import told_protocol
-from crossfed.platform.report.compare import grouped, per_user
+from crossfed.platform.method import CrossfedError
+from crossfed.platform.registry import find_method, nearest
 from crossfed.platform.report.comparison import Compared, comparison
+from crossfed.platform.report.effects import grouped, per_user
 from crossfed.platform.report.figures import COLOURS, GREY, MARKERS, below, hatch, panels, save, styles
-from crossfed.platform.report.sources import Finished, check_comparable, relabelled
+from crossfed.platform.report.finished import Finished, check_comparable, relabelled
 from crossfed.platform.report.tables import ABSENT, Column, Grid, pretty, spread
-from crossfed.platform.seam import CrossfedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,15 @@ from typing import Any
 import pandas as pd
 
 from crossfed.platform.checkpoint import read_json
-from crossfed.platform.config import RunConfig
-from crossfed.platform.payloads import declared
-from crossfed.platform.privacy import read_lines, summary
-from crossfed.platform.progress import size
+from crossfed.platform.config.settings import RunConfig
+from crossfed.platform.console import size
+from crossfed.platform.federation.payloads import declared
+from crossfed.platform.federation.privacy import read_lines, summary
+from crossfed.platform.federation.runs import RESULT, privacy_account, stored_config
+from crossfed.platform.method import Direction, Field
 from crossfed.platform.report import figures, transfer
 from crossfed.platform.report.page import Page, Section
 from crossfed.platform.report.tables import ABSENT, Column, Grid
-from crossfed.platform.runs import RESULT, privacy_account, stored_config
-from crossfed.platform.seam import Direction, Field
 
 CONTROLS = "controls.json"
 """The numbers of the transfer controls, in the directory of the run that they belong to."""

@@ -11,7 +11,8 @@ from typing import Any
 from crossfed.platform.evaluation.metrics import metric_name
 from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.evaluation.significance import Comparison
-from crossfed.platform.report.compare import (
+from crossfed.platform.method import CrossfedError
+from crossfed.platform.report.effects import (
     LEVEL,
     OVER_SEEDS,
     OVER_USERS,
@@ -22,9 +23,8 @@ from crossfed.platform.report.compare import (
     grouped,
     value,
 )
-from crossfed.platform.report.sources import Finished, Split, candidates, check_comparable
+from crossfed.platform.report.finished import Finished, Split, candidates, check_comparable
 from crossfed.platform.report.tables import ABSENT, Cell, Column, Grid, p_value, pretty, spread
-from crossfed.platform.seam import CrossfedError
 
 
 @dataclass(frozen=True, slots=True)

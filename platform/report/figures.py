@@ -19,10 +19,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from crossfed.platform.console import size
 from crossfed.platform.evaluation.protocols import told_protocol
-from crossfed.platform.progress import size
+from crossfed.platform.method import SERVER, Array
 from crossfed.platform.report.tables import pretty
-from crossfed.platform.seam import SERVER, Array
 
 History = Sequence[Mapping[str, Any]]
 

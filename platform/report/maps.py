@@ -11,16 +11,16 @@ from safetensors.numpy import load_file
 from threadpoolctl import threadpool_limits
 
 from crossfed.platform import checkpoint
-from crossfed.platform.artifacts import ArtifactStore
+from crossfed.platform.data.artifacts import ArtifactStore
 from crossfed.platform.data.store import PreparedData
+from crossfed.platform.federation.run import resolve_data
+from crossfed.platform.federation.runs import stored_config
+from crossfed.platform.method import SERVER, Array, CrossfedError
 from crossfed.platform.report.analyses import Analysis, about
 from crossfed.platform.report.figures import MARKERS, About, below, cosines, panels, styles
 from crossfed.platform.report.figures import prototypes as prototype_figure
-from crossfed.platform.report.sources import Finished
+from crossfed.platform.report.finished import Finished
 from crossfed.platform.report.tables import Column, Grid
-from crossfed.platform.run import resolve_data
-from crossfed.platform.runs import stored_config
-from crossfed.platform.seam import SERVER, Array, CrossfedError
 
 LAYOUTS = ("tsne", "umap")
 TEXT = "text"

@@ -9,19 +9,19 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from crossfed.platform.console import size, span
 from crossfed.platform.evaluation.protocols import told_protocol
-from crossfed.platform.privacy import read_lines, summary
-from crossfed.platform.progress import size, span
-from crossfed.platform.report import analyses, courses
+from crossfed.platform.federation.privacy import read_lines, summary
+from crossfed.platform.federation.runs import stored_config
+from crossfed.platform.method import CrossfedError
+from crossfed.platform.report import analyses, rounds
 from crossfed.platform.report.audit import crossed
-from crossfed.platform.report.compare import default_metrics, grouped
 from crossfed.platform.report.comparison import comparison
+from crossfed.platform.report.effects import default_metrics, grouped
 from crossfed.platform.report.figures import About, validation_curves
+from crossfed.platform.report.finished import Finished, candidates
 from crossfed.platform.report.page import Page, Section
-from crossfed.platform.report.sources import Finished, candidates
 from crossfed.platform.report.tables import ABSENT, Column, Grid
-from crossfed.platform.runs import stored_config
-from crossfed.platform.seam import CrossfedError
 
 
 def overview(
@@ -96,7 +96,7 @@ def _analysed(title: str, *analysis: Callable[[], analyses.Analysis]) -> Section
 
 def _courses(runs: Sequence[Finished], metric: str) -> Section:
     """How the runs went: bytes, time, and the validation curves of one run per row."""
-    section = _analysed("The course of the runs", lambda: courses.upload(runs, metric), lambda: courses.time(runs))
+    section = _analysed("The course of the runs", lambda: rounds.upload(runs, metric), lambda: rounds.time(runs))
     curves: list[tuple[str, Any]] = []
     for label, members in grouped(runs).items():
         rows = read_lines(members[0].path / "history.jsonl")

@@ -20,11 +20,11 @@ from scipy import stats
 
 from crossfed.platform.evaluation.metrics import metric_name
 from crossfed.platform.evaluation.significance import compare, holm
-from crossfed.platform.report.compare import LEVEL, per_user, value
-from crossfed.platform.report.sources import Finished, check_comparable, load_runs
+from crossfed.platform.federation.transfer import ARMS, HONEST, LOCAL, Arm
+from crossfed.platform.method import CrossfedError
+from crossfed.platform.report.effects import LEVEL, per_user, value
+from crossfed.platform.report.finished import Finished, check_comparable, load_runs
 from crossfed.platform.report.tables import ABSENT, Cell, Column, Grid, p_value, pretty, spread
-from crossfed.platform.seam import CrossfedError
-from crossfed.platform.transfer import ARMS, HONEST, LOCAL, Arm
 
 RECEIVED = {
     LOCAL: "nothing: trained alone",

@@ -32,7 +32,7 @@ from crossfed.methods.lightgcn import METHOD, Config, State
 from crossfed.methods.parts.graph import bipartite_adjacency, propagate
 from crossfed.platform.data.splits import TEST, TRAIN, VALIDATION, assign
 from crossfed.platform.evaluation.ranking import rank
-from crossfed.platform.seam import Context, Interactions, generators
+from crossfed.platform.method import Context, Interactions, generators
 
 SHARED = Path(os.environ.get("CROSSFED_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 CPU = torch.device("cpu")

@@ -26,11 +26,11 @@ import numpy as np
 import torch
 
 from crossfed.methods.p2p_iagr import METHOD
-from crossfed.platform.artifacts import default_root
-from crossfed.platform.config import build
+from crossfed.platform.config.settings import build
 from crossfed.platform.data import synthetic
+from crossfed.platform.data.artifacts import default_root
 from crossfed.platform.data.store import PreparedData
-from crossfed.platform.nodes import Node, Plan
+from crossfed.platform.federation.node import Node, Plan
 
 LARGE = synthetic.PRESETS["large"]
 

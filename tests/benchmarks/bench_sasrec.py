@@ -32,9 +32,9 @@ import yaml
 from crossfed.methods.parts.next_item import Learner, n_targets
 from crossfed.methods.sasrec import METHOD, Config
 from crossfed.platform.data.splits import TEST, TRAIN, VALIDATION, assign
-from crossfed.platform.discovery import method_file
 from crossfed.platform.evaluation.ranking import rank
-from crossfed.platform.seam import Context, Interactions, generators
+from crossfed.platform.method import Context, Interactions, generators
+from crossfed.platform.registry import method_file
 
 SHARED = Path(os.environ.get("CROSSFED_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
 CPU = torch.device("cpu")

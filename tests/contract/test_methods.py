@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from crossfed.platform.config import RunConfig, build
-from crossfed.platform.controls import CONTROLS
-from crossfed.platform.discovery import find_method, method_file, method_names
-from crossfed.platform.evaluation.final import test_once as final_test
-from crossfed.platform.nodes import InProcess
-from crossfed.platform.rounds import check_method
-from crossfed.platform.run import run_federation
-from crossfed.platform.runs import load_scorer, stored_config
-from crossfed.platform.seam import Direction, MethodConfig, Scope
-from crossfed.platform.transfer import local_variant
+from crossfed.platform.config.settings import RunConfig, build
+from crossfed.platform.federation.controls import CONTROLS
+from crossfed.platform.federation.final import test_once as final_test
+from crossfed.platform.federation.node import InProcess
+from crossfed.platform.federation.rounds import check_method
+from crossfed.platform.federation.run import run_federation
+from crossfed.platform.federation.runs import load_scorer, stored_config
+from crossfed.platform.federation.transfer import local_variant
+from crossfed.platform.method import Direction, MethodConfig, Scope
+from crossfed.platform.registry import find_method, method_file, method_names
 from crossfed.tuning.space import space
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -63,7 +63,13 @@ def test_the_wheel_holds_every_module_and_data_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["crossfed.platform.cli", "crossfed.platform.run", "crossfed.platform.nodes", "crossfed.platform.config"]
+    "module",
+    [
+        "crossfed.platform.cli.main",
+        "crossfed.platform.federation.run",
+        "crossfed.platform.federation.node",
+        "crossfed.platform.config.settings",
+    ],
 )
 def test_importing_the_platform_starts_neither_ray_nor_mlflow(module: str) -> None:
     code = f"import sys, {module}; print([name for name in ('ray', 'mlflow', 'sentence_transformers') if name in sys.modules])"

@@ -16,18 +16,18 @@ from faults.mutator import VALUES, Mutator
 
 import toys
 from crossfed.platform import checkpoint
-from crossfed.platform.artifacts import ArtifactStore
 from crossfed.platform.checkpoint import MANIFEST, Checkpoints
-from crossfed.platform.config import build
+from crossfed.platform.config.settings import build
+from crossfed.platform.data.artifacts import ArtifactStore
 from crossfed.platform.data.prepare import load_spec, prepare, shipped
 from crossfed.platform.data.readers import Source, read_items, read_table
 from crossfed.platform.data.store import PreparedData
-from crossfed.platform.nodes import InProcess, Plan
-from crossfed.platform.payloads import Entry, Gate, check_metrics, check_told
-from crossfed.platform.rounds import Round, Rounds, check_method
-from crossfed.platform.run import run_federation
-from crossfed.platform.runs import privacy_account, stored_config
-from crossfed.platform.seam import SERVER, Direction, Field, Stage
+from crossfed.platform.federation.node import InProcess, Plan
+from crossfed.platform.federation.payloads import Entry, Gate, check_metrics, check_told
+from crossfed.platform.federation.rounds import Round, Rounds, check_method
+from crossfed.platform.federation.run import run_federation
+from crossfed.platform.federation.runs import privacy_account, stored_config
+from crossfed.platform.method import SERVER, Direction, Field, Stage
 
 Attack = Callable[[Mutator, Path], None]
 """Makes one malformed input in an empty folder and has it read; whether it may be refused is the reader's business."""

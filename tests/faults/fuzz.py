@@ -26,13 +26,13 @@ from types import FrameType
 import numpy as np
 
 sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
+    0, str(Path(__file__).resolve().parents[1] / "support")
 )  # the tests' own modules, when this file is run as a script
 
 from faults.attacks import TARGETS
 from faults.mutator import Mutator
 
-from crossfed.platform.seam import CrossfedError
+from crossfed.platform.method import CrossfedError
 
 HANG = 20.0
 """Seconds of computing after which an input counts as a hang."""

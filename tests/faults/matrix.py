@@ -28,18 +28,18 @@ from types import FrameType
 from typing import Any
 
 HERE = Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parents[1]))  # the tests' own modules, when this file is run as a script
+sys.path.insert(0, str(HERE.parents[1] / "support"))  # the tests' own modules, when this file is run as a script
 
 from contract.test_methods import METHODS, small  # noqa: E402
 
 from crossfed.platform.checkpoint import write_json  # noqa: E402
-from crossfed.platform.config import RunConfig  # noqa: E402
-from crossfed.platform.discovery import find_method  # noqa: E402
-from crossfed.platform.evaluation.final import test_once  # noqa: E402
-from crossfed.platform.rounds import Round  # noqa: E402
-from crossfed.platform.run import run_federation  # noqa: E402
-from crossfed.platform.runs import stored_config  # noqa: E402
-from crossfed.platform.seam import SERVER, CrossfedError, Scope  # noqa: E402
+from crossfed.platform.config.settings import RunConfig  # noqa: E402
+from crossfed.platform.federation.final import test_once  # noqa: E402
+from crossfed.platform.federation.rounds import Round  # noqa: E402
+from crossfed.platform.federation.run import run_federation  # noqa: E402
+from crossfed.platform.federation.runs import stored_config  # noqa: E402
+from crossfed.platform.method import SERVER, CrossfedError, Scope  # noqa: E402
+from crossfed.platform.registry import find_method  # noqa: E402
 
 DOMAINS = ("books", "films", "games")
 FEDERATED = tuple(name for name in METHODS if find_method(name).scope == Scope.FEDERATED)

@@ -21,12 +21,12 @@ import requests
 from contract.test_methods import SMALL
 from mlflow import MlflowClient
 
-from crossfed.platform.config import build
-from crossfed.platform.evaluation.final import test_once as final_test
-from crossfed.platform.progress import make_progress
-from crossfed.platform.rounds import Round
-from crossfed.platform.run import RunResult, run_federation
-from crossfed.platform.spool import RUN_ID, SPOOL
+from crossfed.platform.config.settings import build
+from crossfed.platform.console import make_progress
+from crossfed.platform.federation.final import test_once as final_test
+from crossfed.platform.federation.rounds import Round
+from crossfed.platform.federation.run import RunResult, run_federation
+from crossfed.platform.tracking.spool import RUN_ID, SPOOL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROUNDS = 12
@@ -227,7 +227,7 @@ def test_a_server_still_away_at_the_end(server: Server, calm: Done, shops: Path,
     assert "entries wait in" in done.told and (done.result.run_dir / SPOOL).is_file()
     assert done.seconds < 1.5 * calm.seconds + 10
 
-    command = [sys.executable, "-m", "crossfed.platform.cli", "replay", str(done.result.run_dir)]
+    command = [sys.executable, "-m", "crossfed.platform.cli.main", "replay", str(done.result.run_dir)]
     away = subprocess.run(command, capture_output=True, text=True, check=False)
     assert away.returncode == 2 and "connection refused" in away.stderr and "0 entries sent" in away.stdout
     server.start()

@@ -37,7 +37,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def crossfed(*args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "crossfed.platform.cli", *map(str, args)]
+    command = [sys.executable, "-m", "crossfed.platform.cli.main", *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
 
 
@@ -55,7 +55,7 @@ def test_a_run_killed_here_goes_on_there(bucket: str, shops: Path, tmp_path: Pat
     here.mkdir()
     there.mkdir()
     victim = subprocess.Popen(
-        [sys.executable, "-m", "crossfed.platform.cli", "run", *map(str, args), "--out", bucket],
+        [sys.executable, "-m", "crossfed.platform.cli.main", "run", *map(str, args), "--out", bucket],
         cwd=here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     until = time.monotonic() + 180
@@ -67,7 +67,10 @@ def test_a_run_killed_here_goes_on_there(bucket: str, shops: Path, tmp_path: Pat
     assert not (run_dir / "result.json").exists(), "the run ended before it was killed"
 
     resumed = subprocess.run(
-        [sys.executable, "-m", "crossfed.platform.cli", "run", "--resume", f"{bucket}/{run_dir.name}", "--progress", "plain"],
+        [
+            sys.executable, "-m", "crossfed.platform.cli.main", "run",
+            "--resume", f"{bucket}/{run_dir.name}", "--progress", "plain",
+        ],
         cwd=there, capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr

@@ -21,7 +21,7 @@ def test_a_signal_while_ray_starts(seconds: float, number: signal.Signals, shops
     command = [
         sys.executable,
         "-m",
-        "crossfed.platform.cli",
+        "crossfed.platform.cli.main",
         "run",
         "lightgcn",
         "--data",

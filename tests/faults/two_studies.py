@@ -21,17 +21,19 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parents[1]))  # the tests' own modules, when this file is run as a script
+sys.path.insert(0, str(HERE.parents[1] / "support"))  # the tests' own modules, when this file is run as a script
 # Ray's machines inherit this environment: their workers must find the toy methods
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(HERE.parents[1] / "support"), os.environ.get("PYTHONPATH")])
+)
 
 from faults.matrix import DOMAINS, Machines, make_shops, numbers, say  # noqa: E402
 
 from crossfed.platform.checkpoint import read_json  # noqa: E402
-from crossfed.platform.config import RunConfig  # noqa: E402
-from crossfed.platform.evaluation.final import test_once  # noqa: E402
-from crossfed.platform.run import run_federation  # noqa: E402
-from crossfed.platform.runs import stored_config  # noqa: E402
+from crossfed.platform.config.settings import RunConfig  # noqa: E402
+from crossfed.platform.federation.final import test_once  # noqa: E402
+from crossfed.platform.federation.run import run_federation  # noqa: E402
+from crossfed.platform.federation.runs import stored_config  # noqa: E402
 
 STUDIES = ("east", "west")
 TRIALS, ROUNDS, CPUS = 4, 6, 4
@@ -64,7 +66,13 @@ def command(name: str, data: Path, out: Path, address: str, marker: Path) -> lis
         "--trials", str(TRIALS), "--concurrent", "2", "--pruner", "none", "--seeds", "1", "--backend", "ray",
         "--search", "step={low: 0.1, high: 1.0}", "--address", address,
     ]  # fmt: skip
-    return [sys.executable, "-m", "crossfed.platform.cli", *words, *(part for text in sets for part in ("--set", text))]
+    return [
+        sys.executable,
+        "-m",
+        "crossfed.platform.cli.main",
+        *words,
+        *(part for text in sets for part in ("--set", text)),
+    ]
 
 
 def held(folder: Path) -> list[Path]:

@@ -43,9 +43,9 @@ from crossfed.methods.fedcgr import (
 from crossfed.methods.parts.averaging import COUNT, average, volume_weights, weighted_average
 from crossfed.methods.parts.generative import schedule
 from crossfed.methods.parts.next_item import n_targets
-from crossfed.platform.config import build
-from crossfed.platform.payloads import Gate
-from crossfed.platform.seam import (
+from crossfed.platform.config.settings import build
+from crossfed.platform.federation.payloads import Gate
+from crossfed.platform.method import (
     Context,
     CrossfedError,
     Direction,

@@ -14,7 +14,7 @@ from crossfed.methods import lightgcn
 from crossfed.methods.lightgcn import METHOD, Config
 from crossfed.methods.parts.sampling import bpr_epoch
 from crossfed.platform import checkpoint
-from crossfed.platform.seam import Context, Interactions, Scope, generators
+from crossfed.platform.method import Context, Interactions, Scope, generators
 
 N_USERS, N_ITEMS = 12, 9
 

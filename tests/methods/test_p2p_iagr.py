@@ -18,9 +18,9 @@ from scipy import stats
 from crossfed.methods import p2p_iagr
 from crossfed.methods.p2p_iagr import METHOD, Config, Domain
 from crossfed.methods.parts.perturbation import clip_l1
-from crossfed.platform.config import build
-from crossfed.platform.run import run_federation
-from crossfed.platform.seam import Context, Direction, Interactions, generators, noise_generator
+from crossfed.platform.config.settings import build
+from crossfed.platform.federation.run import run_federation
+from crossfed.platform.method import Context, Direction, Interactions, generators, noise_generator
 
 N_USERS, N_ITEMS = 12, 9
 SMALL = {"dim": 5, "K": 3, "batch_size": 16, "top_k": 2, "layers": 2}

@@ -14,7 +14,7 @@ import yaml
 
 from crossfed.methods.parts.next_item import Learner, user_vectors
 from crossfed.methods.sasrec import METHOD, Config
-from crossfed.platform.seam import Context, Interactions, Scope, generators
+from crossfed.platform.method import Context, Interactions, Scope, generators
 
 SMALL = {"dim": 8, "heads": 2, "inner": 8, "length": 6, "batch_size": 8}
 

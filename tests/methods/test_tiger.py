@@ -13,7 +13,7 @@ import yaml
 
 from crossfed.methods.parts.generative import GenerativeLearner, Generator, sid_loss
 from crossfed.methods.tiger import METHOD, Config, score, train
-from crossfed.platform.seam import Context, Interactions, Scope, generators
+from crossfed.platform.method import Context, Interactions, Scope, generators
 
 SMALL = {
     "levels": 2, "codebook": 4, "dim": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "inner": 8,

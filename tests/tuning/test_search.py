@@ -16,12 +16,12 @@ import pytest
 from optuna.trial import TrialState
 
 from crossfed.platform.checkpoint import read_json
-from crossfed.platform.config import RunConfig, build
-from crossfed.platform.evaluation.final import test_once as final_test
-from crossfed.platform.run import run_federation
-from crossfed.platform.seam import CrossfedError
+from crossfed.platform.config.settings import RunConfig, build
+from crossfed.platform.federation.final import test_once as final_test
+from crossfed.platform.federation.run import run_federation
+from crossfed.platform.method import CrossfedError
+from crossfed.tuning.placement import slots
 from crossfed.tuning.search import go_on, start, tune_all
-from crossfed.tuning.slots import slots
 from crossfed.tuning.study import Search, Study
 
 pytestmark = pytest.mark.timeout(600)
@@ -143,7 +143,7 @@ def test_more_trials_replace_the_winners_final_runs_only_where_they_win(
 
 @pytest.mark.slow
 def test_tuning_several_methods_alike(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
-    from crossfed.platform.progress import make_progress
+    from crossfed.platform.console import make_progress
 
     asked = {
         name: (
@@ -203,8 +203,8 @@ INVENTED = """
 import json, sys, time
 import ray
 from pathlib import Path
-from crossfed.platform.config import build
-from crossfed.platform.seam import CrossfedError
+from crossfed.platform.config.settings import build
+from crossfed.platform.method import CrossfedError
 from crossfed.tuning.search import start
 from crossfed.tuning.study import Search
 

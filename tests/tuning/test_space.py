@@ -8,8 +8,8 @@ from typing import Any
 import optuna
 import pytest
 
-from crossfed.platform.config import build, declared_search
-from crossfed.platform.seam import CrossfedError
+from crossfed.platform.config.settings import build, declared_search
+from crossfed.platform.method import CrossfedError
 from crossfed.tuning.space import Choice, Range, changes, sample, space, with_first
 
 

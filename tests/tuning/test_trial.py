@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from crossfed.platform.config import build
-from crossfed.tuning.desk import _lost
+from crossfed.platform.config.settings import build
+from crossfed.tuning.scheduler import _lost
 from crossfed.tuning.trial import Book, FederationTrial
 
 

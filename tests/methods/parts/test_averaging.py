@@ -18,8 +18,8 @@ from crossfed.methods.parts.averaging import (
     volume_weights,
     weighted_average,
 )
-from crossfed.platform.payloads import Gate
-from crossfed.platform.seam import (
+from crossfed.platform.federation.payloads import Gate
+from crossfed.platform.method import (
     Context,
     CrossfedError,
     Direction,

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from crossfed.methods.parts.beam import all_leaves, beam_search, item_scores, score_items
-from crossfed.methods.parts.quantiser import ResidualKMeans
 from crossfed.methods.parts.trie import Trie
 from crossfed.platform.data.text import make_encoder
 from crossfed.platform.evaluation.ranking import rank
+from crossfed.platform.tokeniser.quantiser import ResidualKMeans
 
 C, LEVELS, USERS = 12, 3, 5
 

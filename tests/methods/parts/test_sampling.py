@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossfed.methods.parts.sampling import bpr_epoch, draw_negatives
-from crossfed.platform.seam import Interactions
+from crossfed.platform.method import Interactions
 
 
 def history(data: Interactions, user: int) -> set[int]:

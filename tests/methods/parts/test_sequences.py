@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossfed.methods.parts.sequences import Windows, batches, histories, padded, windows
-from crossfed.platform.seam import Interactions
+from crossfed.platform.method import Interactions
 
 
 def shop(sizes: list[int]) -> Interactions:

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from crossfed.platform.artifacts import ArtifactStore
+from crossfed.platform.data.artifacts import ArtifactStore
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.data.synthetic import PRESETS, ensure, generate, shops
-from crossfed.platform.seam import CrossfedError
+from crossfed.platform.method import CrossfedError
 
 
 def hashes(folder: Path) -> dict[str, str]:

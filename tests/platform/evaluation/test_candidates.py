@@ -9,7 +9,7 @@ from scipy import stats
 
 from crossfed.platform.evaluation import candidates
 from crossfed.platform.evaluation.candidates import draw, load_or_draw
-from crossfed.platform.seam import CrossfedError
+from crossfed.platform.method import CrossfedError
 
 
 def known_items(rng, n_users, n_items, most):

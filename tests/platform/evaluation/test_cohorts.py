@@ -3,7 +3,7 @@ import pytest
 from statsmodels.stats.weightstats import DescrStatsW
 
 from crossfed.platform.evaluation.cohorts import by_activity
-from crossfed.platform.seam import CrossfedError
+from crossfed.platform.method import CrossfedError
 
 
 def test_bounds_of_the_paper():

@@ -17,7 +17,7 @@ from crossfed.platform.evaluation.metrics import (
     parse_metric,
     per_user_metrics,
 )
-from crossfed.platform.seam import CrossfedError
+from crossfed.platform.method import CrossfedError
 
 RANX = {
     "recall": "recall",

@@ -16,10 +16,11 @@ from safetensors.numpy import save_file
 from statsmodels.stats.weightstats import DescrStatsW
 
 from crossfed.platform import checkpoint
-from crossfed.platform.report import analyses, courses, maps, settings
+from crossfed.platform.method import CrossfedError
+from crossfed.platform.report import analyses, maps, sensitivity
+from crossfed.platform.report import rounds as courses
 from crossfed.platform.report.comparison import comparison
-from crossfed.platform.report.sources import Finished, load_runs
-from crossfed.platform.seam import CrossfedError
+from crossfed.platform.report.finished import Finished, load_runs
 from made_runs import make_run, users
 
 RECALL = "recall_at_20"
@@ -102,7 +103,7 @@ def varied(tmp_path: Path) -> list[Finished]:
 
 
 def test_sensitivity(varied: list[Finished]) -> None:
-    found = settings.sensitivity(varied, "K", RECALL)
+    found = sensitivity.sensitivity(varied, "K", RECALL)
     shown = [r for r in records(found) if r["domain"] == "books"]
     assert [(r["method"], r["value"], r["seeds"]) for r in shown] == [
         ("fedcrf", "10", "1"), ("fedcrf", "40", "2"), ("fedcrf", "400", "1"), ("lightgcn", "", "1")
@@ -125,7 +126,7 @@ def test_a_small_difference_looks_small(other: float, least: float, tmp_path: Pa
         make_run(tmp_path / str(alpha), "fedcrf", 0, {"books": {RECALL: values}}, sets=(f"alpha={alpha}",))
         for alpha, values in flat.items()
     ]
-    low, high = settings.sensitivity(load_runs(runs), "alpha", RECALL).figure.axes[0].get_ylim()
+    low, high = sensitivity.sensitivity(load_runs(runs), "alpha", RECALL).figure.axes[0].get_ylim()
     assert low < 0.3 < other < high and high - low >= least * (low + high) / 2 * 0.999
     assert high - low < 1.2 * max(least * (low + high) / 2, other - 0.3)
 
@@ -136,7 +137,7 @@ def test_a_row_with_one_value_of_what_every_run_has_is_a_point(tmp_path: Path) -
         make_run(tmp_path / f"{m}{share}", m, 0, both(0.3), sets=(f"evaluation.train_share={share}",))
         for m, share in (("fedcrf", 0.2), ("fedcrf", 1.0), ("lightgcn", 1.0))
     ]
-    axis = settings.sensitivity(load_runs(runs), "evaluation.train_share", RECALL).figure.axes[0]
+    axis = sensitivity.sensitivity(load_runs(runs), "evaluation.train_share", RECALL).figure.axes[0]
     assert [list(bar.lines[0].get_xdata()) for bar in axis.containers] == [[0.2, 1.0], [1.0]]
     assert not [line for line in axis.lines if line.get_linestyle() == "--"]
 
@@ -148,7 +149,7 @@ def test_sensitivity_of_words(tmp_path: Path) -> None:
         for k in (10, 20)
         for e in ("minilm", "hashing:64")
     ]
-    found = settings.sensitivity(load_runs(paths), "text.encoder", RECALL)
+    found = sensitivity.sensitivity(load_runs(paths), "text.encoder", RECALL)
     assert found.name == "text.encoder-recall_at_20"
     assert {r["method"] for r in records(found)} == {"fedcrf (K=10)", "fedcrf (K=20)"}
     assert [label.get_text() for label in found.figure.axes[0].get_xticklabels()] == ["minilm", "hashing:64"]
@@ -158,12 +159,12 @@ def test_sensitivity_of_words(tmp_path: Path) -> None:
 
 def test_runs_that_do_not_differ_in_the_setting_are_refused(varied: list[Finished]) -> None:
     with pytest.raises(CrossfedError, match="what alpha does: it is the same in all of them, which differ in K"):
-        settings.sensitivity(varied[:4], "alpha", RECALL)
+        sensitivity.sensitivity(varied[:4], "alpha", RECALL)
     with pytest.raises(CrossfedError, match="what nonsense does: none of them has it"):
-        settings.sensitivity(varied, "nonsense", RECALL)
+        sensitivity.sensitivity(varied, "nonsense", RECALL)
     both_ways = [replace(run, settings=run.settings | {"alpha": 0.1 * i}) for i, run in enumerate(varied[:3])]
     with pytest.raises(CrossfedError, match="differ in K alone, but in alpha as well"):
-        settings.sensitivity(both_ways, "K", RECALL)
+        sensitivity.sensitivity(both_ways, "K", RECALL)
 
 
 def private(epsilon: float) -> dict[str, Any]:
@@ -184,18 +185,18 @@ def test_utility_against_epsilon(tmp_path: Path) -> None:
         for eps, seed, mean in ((5.0, 0, 0.4), (0.1, 0, 0.2), (0.1, 1, 0.24))
     ]
     runs = load_runs([*paths, make_run(tmp_path / "l", "lightgcn", 0, both(0.25))])
-    found = settings.utility(runs, RECALL, "whole")
+    found = sensitivity.utility(runs, RECALL, "whole")
     shown = [(r["method"], r["epsilon_whole"], r["seeds"]) for r in records(found) if r["domain"] == "toys"]
     assert shown == [("p2p_iagr", "4800.0", "1"), ("p2p_iagr", "96.0", "2"), ("lightgcn", "", "1")]
     axis = found.figure.axes[0]
     line = axis.containers[0].lines[0]
     assert list(line.get_xdata()) == [96, 4800] and line.get_ydata()[0] < line.get_ydata()[1]
     assert axis.get_xscale() == "log" and "ε of the whole run" in axis.get_xlabel()
-    assert float(records(settings.utility(runs, RECALL, "paper"))[0]["epsilon_paper"]) == 150
+    assert float(records(sensitivity.utility(runs, RECALL, "paper"))[0]["epsilon_paper"]) == 150
     with pytest.raises(CrossfedError, match="None of these runs perturbs"):
-        settings.utility(runs[3:], RECALL)
+        sensitivity.utility(runs[3:], RECALL)
     with pytest.raises(CrossfedError, match="counted as paper, whole, tight, not 'tigth'"):
-        settings.utility(runs, RECALL, "tigth")
+        sensitivity.utility(runs, RECALL, "tigth")
 
 
 # -- differences -------------------------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from crossfed.platform.cli import app
-from crossfed.platform.config import build
+from crossfed.platform.cli.main import app
+from crossfed.platform.config.settings import build
+from crossfed.platform.method import CrossfedError
+from crossfed.platform.report.finished import load_runs
 from crossfed.platform.report.overview import overview
-from crossfed.platform.report.sources import load_runs
-from crossfed.platform.seam import CrossfedError
-from crossfed.platform.tracking import Tracker, TrackingSettings, add_artifact, reading
-from crossfed.tuning.desk import final_name
+from crossfed.platform.tracking.tracker import Tracker, TrackingSettings, add_artifact, reading
+from crossfed.tuning.scheduler import final_name
 from made_runs import make_run, users
 
 VOID = {"meta", "img"}

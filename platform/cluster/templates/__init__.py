@@ -1,0 +1,1 @@
+"""Cluster files that ship, as data: see `crossfed.platform.cluster.files`."""

@@ -1,0 +1,490 @@
+"""`run_federation(config)`: one whole federated run, and the unit that tuning searches over.
+
+It selects on validation only. The test split is read by `evaluation.final`, which callers may hand in as `finish`; this module
+does not import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import importlib.metadata
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import pandas as pd
+
+from crossfed.platform.checkpoint import read_json, write_json, write_text, writing
+from crossfed.platform.config.settings import RunConfig
+from crossfed.platform.console import Progress, SummaryRow, make_progress
+from crossfed.platform.data import synthetic
+from crossfed.platform.data.artifacts import ArtifactStore, default_root
+from crossfed.platform.data.store import PreparedData
+from crossfed.platform.federation import mirror as storage
+from crossfed.platform.federation import privacy
+from crossfed.platform.federation.controls import blame, check_control
+from crossfed.platform.federation.mirror import Mirror
+from crossfed.platform.federation.node import Artifacts, InProcess, Measured, NodeLost, Nodes, Plan
+from crossfed.platform.federation.rounds import HISTORY, LEDGER, Round, Rounds
+from crossfed.platform.federation.runs import CONFIG, DATA, RESULT, TRAINED, stored_config
+from crossfed.platform.method import CrossfedError, Direction, Scope
+from crossfed.platform.report.recording import record, told_share, track
+from crossfed.platform.tokeniser import tokenise
+from crossfed.platform.tracking.spool import RUN_ID
+from crossfed.platform.tracking.tracker import Status, Tracker
+
+Finish = Callable[[Plan, Nodes], Mapping[str, Measured]]
+"""What runs on the selected state before the nodes end: `evaluation.final.test_once` from the command line."""
+
+
+class Stopped(Exception):
+    """Raised by `on_round` to end a run on purpose, for instance by a tuner that stops a trial early.
+
+    Args:
+        reason: why, in words; recorded with the run.
+        status: how the tracker records the end.
+        outcome: the tag beside it, e.g. "pruned".
+    """
+
+    def __init__(self, reason: str, status: Status = "KILLED", outcome: str = "killed"):
+        super().__init__(reason)
+        self.status: Status = status
+        self.outcome = outcome
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A finished run: its directory and what `result.json` in it holds."""
+
+    run_id: str
+    run_dir: Path
+    result: dict[str, Any]
+
+
+def resolve_data(config: RunConfig) -> Path:
+    """The prepared data directory of a run; the embedded synthetic shops are generated once and kept in the cache."""
+    if config.data is not None:
+        return config.data.absolute()
+    return synthetic.ensure(default_root() / "synthetic", **config.synthetic.model_dump())
+
+
+def chosen_domains(config: RunConfig, data: PreparedData) -> tuple[str, ...]:
+    """The domains of a run, in order.
+
+    Raises:
+        CrossfedError: one is not in the data, is named twice or cannot have its name, or a federated method is left with a
+            single one.
+    """
+    chosen = data.domains if config.domains is None else config.domains
+    for name in chosen:
+        if name not in data.domains:
+            raise CrossfedError(f"There is no domain {name!r} in {data.path}; it has {', '.join(data.domains)}.")
+    if len(set(chosen)) < len(chosen) or not chosen:
+        raise CrossfedError(f"domains must name each domain once; got {', '.join(chosen) or 'none'}.")
+    for name in chosen:
+        # a checkpoint holds `<node>.safetensors`, `<node>.inbox.safetensors` … of every node, and files of its own
+        if name in ("progress", "manifest") or any(name.startswith(f"{other}.") for other in chosen):
+            raise CrossfedError(f"A domain of this run cannot be called {name!r}: a file of the run's checkpoints is.")
+    if len(chosen) < 2 and config.resolved.scope == Scope.FEDERATED:
+        raise CrossfedError(
+            f"{config.method} is federated and needs at least two domains, but got {chosen[0]} alone; "
+            "add a domain, or run a local method such as lightgcn."
+        )
+    return chosen
+
+
+def run_federation(
+    config: RunConfig,
+    *,
+    resume: Path | None = None,
+    view: Progress | None = None,
+    on_round: Callable[[Round], None] | None = None,
+    finish: Finish | None = None,
+    started: Callable[[Path], None] | None = None,
+    artifacts: Artifacts | None = None,
+    name: str | None = None,
+) -> RunResult:
+    """Run a federation from its configuration to its result.
+
+    Args:
+        config: the run. With `resume` it must be the one the run was started with.
+        resume: an interrupted run's directory, continued from its last committed round.
+        view: where progress is shown; nowhere by default.
+        on_round: called after every round, e.g. to report to a tuner; what it raises ends the run.
+        finish: called once with the selected state while the nodes are alive; its result is stored as the test metrics.
+        started: called with the run's directory as soon as it exists.
+        artifacts: what `make_artifacts` gave for this configuration, made beforehand; made here by default.
+        name: the run's name, which is that of its directory in `config.out`; by default method, seed and time.
+
+    Raises:
+        CrossfedError: anything a user can mend, in one sentence. What was committed before stays and can be resumed.
+        Stopped: what `on_round` raised.
+    """
+    shown, view = view is not None, view or make_progress("quiet")
+    method = config.resolved
+    check_control(method, config.control)
+    if resume is None and config.evaluated is not None:
+        raise CrossfedError(
+            f"This configuration is of a run that measured {config.evaluated.run} again and trains nothing: use "
+            f"crossfed evaluate, or take the block `evaluated` out."
+        )
+    data = PreparedData.open(resolve_data(config))
+    domains = chosen_domains(config, data)
+    data.verify()
+    run_dir = resume or _new_directory(config, data, name)
+    if started:
+        started(run_dir)
+    plan = Plan(config, data.path.absolute(), domains, run_dir.absolute(), default_root().absolute())
+    with _locked(run_dir), view:
+        guard(run_dir, config, data, domains)
+        if resume is not None and config.data != stored_config(run_dir).data:
+            write_text(run_dir / CONFIG, config.to_yaml())
+        synthetic = "synthetic " if data.synthetic else ""
+        view.start(
+            f"{method.title}: {run_dir.name}",
+            [
+                f"data       {synthetic}{data.path.name}: {', '.join(domains)}{told_share(config.evaluation.train_share)}",
+                f"protocol   {config.evaluation.protocol}, {_selecting(config)}",
+                f"seed       {config.seed}   configuration {config.hash()}   back end {config.backend}",
+                f"directory  {run_dir}",
+            ]
+            + ([f"control    {config.control}: no node receives what it was sent"] if config.control != "none" else []),
+        )
+        if config.backend == "inprocess" and (idle := config.resources.without_ray()):
+            view.warn(
+                f"In one process resources.{', resources.'.join(idle)} {'does' if len(idle) == 1 else 'do'} nothing."
+            )
+        mirror = _mirror(config, run_dir, view)
+        tracker = track(config, run_dir, data, domains, resume is not None, view)
+        try:
+            result = _run(plan, data, tracker, view, on_round, finish, artifacts, mirror)
+        except BaseException as error:
+            blame(error, config.control)
+            tracker.finish(*_ended(error))
+            raise
+        tracker.finish("FINISHED")
+        if mirror is not None:
+            mirror.finish()
+        if shown:
+            _summary(view, config, result)
+            for line in privacy.summary(result["privacy"]):
+                view.note(f"privacy    {line}")
+        view.note(f"tracking   {tracker.status}" + (f": {tracker.url}" if tracker.url else ""))
+    return RunResult(result["run_id"], run_dir, result)
+
+
+def _selecting(config: RunConfig) -> str:
+    """What selects, in words."""
+    told = config.evaluated
+    if told is None:
+        return f"selecting on validation {config.evaluation.select}"
+    return f"measuring what validation {config.evaluation.select} under {told.protocol} selected in {told.run}"
+
+
+def _ended(error: BaseException) -> tuple[Status, str, str]:
+    """How the tracker records the end of a run that raised: status, reason, outcome."""
+    if isinstance(error, Stopped):
+        return error.status, str(error), error.outcome
+    if isinstance(error, KeyboardInterrupt):
+        return "KILLED", "interrupted", "killed"
+    return "FAILED", str(error) or type(error).__name__, "failed"
+
+
+def run_name(config: RunConfig) -> str:
+    """A new name for a run: method, control, seed, the protocol of a second measurement, time."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    method = re.sub(r"[^A-Za-z0-9]+", "_", config.method)
+    control = "" if config.control == "none" else f"-{config.control}"
+    again = "" if config.evaluated is None else f"-{config.evaluation.protocol}"
+    return f"{method}{control}-s{config.seed}{again}-{stamp}-{secrets.token_hex(2)}"
+
+
+def _new_directory(config: RunConfig, data: PreparedData, name: str | None) -> Path:
+    run_dir = config.out / (name or run_name(config))
+    try:
+        run_dir.mkdir(parents=True)
+        # the data directory is written out in full, so that a resumed run does not depend on where it is started
+        full = config.model_copy(update={"data": config.data and data.path.absolute()})
+        write_text(run_dir / CONFIG, full.to_yaml())
+    except OSError as error:
+        raise CrossfedError(
+            f"The run directory {run_dir} cannot be made: {error.strerror}; choose another --out."
+        ) from error
+    return run_dir
+
+
+@contextlib.contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """One process at a time per run directory."""
+    with (run_dir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CrossfedError(f"{run_dir} is being run by another process.") from None
+        yield
+
+
+def guard(run_dir: Path, config: RunConfig, data: PreparedData, domains: tuple[str, ...]) -> None:
+    """A resumed run must have the data, the configuration and the seed it was started with.
+
+    Raises:
+        CrossfedError: it does not; what differs.
+    """
+    path = run_dir / DATA
+    told = {
+        "fingerprint": data.fingerprint,
+        "config_hash": config.hash(),
+        "seed": config.seed,
+        "domains": list(domains),
+        "manifest": data.manifest,
+    }
+    if not path.exists():
+        write_json(path, told)
+        return
+    before = read_json(path)
+    for key in ("config_hash", "seed"):
+        if before[key] != told[key]:
+            raise CrossfedError(
+                f"{run_dir} was started with {key} {before[key]}, but its config.yaml now gives {told[key]}; "
+                "undo the edit, or start a new run with `crossfed run` on a copy of that file."
+            )
+    if before["fingerprint"] != told["fingerprint"]:
+        raise CrossfedError(
+            f"{run_dir} was started on data {before['fingerprint'][:12]}, but {data.path} is now {data.fingerprint[:12]}; "
+            "restore that data or start a new run."
+        )
+
+
+def _mirror(config: RunConfig, run_dir: Path, view: Progress) -> Mirror | None:
+    """Where the run is copied to; its place is taken and tried before anything is computed."""
+    if config.mirror is None:
+        return None
+    logs: tuple[str, ...] = (HISTORY, LEDGER, privacy.RECORD)
+    if config.tracking.uri is not None:  # a store that another machine finds, too
+        logs += (RUN_ID,)
+    mirror = Mirror(storage.join(config.mirror, run_dir.name), run_dir, logs, view.warn)
+    mirror.start()
+    view.note(f"copied to  {mirror.uri}")
+    return mirror
+
+
+def make_artifacts(config: RunConfig, view: Progress) -> Artifacts:
+    """The shared arrays that the method of a run needs, by domain; kept by content in the cache.
+
+    Item text is public to the run; interactions are not touched here.
+    """
+    wanted = set(config.resolved.artifacts)
+    if not wanted & {"text", tokenise.SIDS}:
+        return {}
+    data = PreparedData.open(resolve_data(config))
+    texts: dict[str, tuple[str, npt.NDArray[Any]]] = {}
+    text, store, hits = config.text, ArtifactStore(), []
+    for name in chosen_domains(config, data):
+        told = functools.partial(view.encoding, name)
+        path, vectors, hit = store.ensure_text(data.item_texts(name), text.encoder, text.missing, name, told)
+        texts[name] = (path.stem, vectors)
+        hits.append(f"{name} {len(vectors)} × {vectors.shape[1]}{' (cached)' if hit else ''}")
+    view.note(f"text       {text.encoder}: {', '.join(hits)}")
+    found = tokenise.tokenise(config, texts, view) if tokenise.SIDS in wanted else {name: {} for name in texts}
+    return {name: ({"text": texts[name][1]} if "text" in wanted else {}) | found[name] for name in texts}
+
+
+def _nodes(config: RunConfig) -> contextlib.AbstractContextManager[Nodes]:
+    if config.backend == "inprocess":
+        return _closing(InProcess())
+    from crossfed.platform.federation.actors import RayNodes  # ray takes seconds to import and is not needed in process
+
+    return contextlib.closing(RayNodes())
+
+
+@contextlib.contextmanager
+def _closing(nodes: InProcess) -> Iterator[Nodes]:
+    try:
+        yield nodes
+    finally:
+        nodes.stop()
+
+
+def _run(
+    plan: Plan,
+    data: PreparedData,
+    tracker: Tracker,
+    view: Progress,
+    on_round: Callable[[Round], None] | None,
+    finish: Finish | None,
+    artifacts: Artifacts | None,
+    mirror: Mirror | None,
+) -> dict[str, Any]:
+    began, config = time.perf_counter(), plan.config
+    stage = ""
+
+    def told(row: Round) -> None:
+        nonlocal stage
+        if row.stage != stage:
+            stage = row.stage
+            view.stage(row.stage, row.rounds)
+        view.round(row.stage, row.round, row.rounds, row.metrics, row.seconds, row.bytes_up, row.bytes_down)
+        extra = {"bytes/up": row.bytes_up, "bytes/down": row.bytes_down, "seconds/round": row.seconds}
+        best = (
+            {} if row.best is None else {"val_best": row.best}
+        )  # what comes first is what MLflow's comparisons show at first
+        tracker.log(best | row.metrics | extra, row.step, row.stage)
+        if on_round:
+            on_round(row)
+
+    with _nodes(config) as nodes:
+        rounds = Rounds(plan, nodes, told, view.warn, mirror)
+        for line in rounds.expect():
+            view.note(f"privacy    {line}")
+        nodes.preflight(plan)
+        before = time.perf_counter()
+        if artifacts is None or not tokenise.fits(config, artifacts):
+            artifacts = make_artifacts(config, view)
+        sids = tokenise.describe(config, artifacts) if tokenise.SIDS in config.resolved.artifacts else None
+        if sids:
+            tracker.log(tokenise.metrics(sids), 0)
+        encode, lost = time.perf_counter() - before, 0
+        while True:
+            try:
+                nodes.start(plan, artifacts)
+                there = rounds.restore()
+                if config.evaluated is not None:
+                    _check_trained(rounds, config.evaluated.run, sids)
+                elif there:
+                    view.note(f"continuing after round {rounds.progress.step} of the run")
+                placement = nodes.placement()
+                write_json(plan.run_dir / "placement.json", placement)
+                rounds.run()
+                ready = time.perf_counter()
+                nodes.deadline(config.resources.round_timeout, "the final evaluation")
+                validation: dict[str, Measured] = nodes.each("evaluate", dict.fromkeys(plan.domains, ()))
+                test = finish(plan, nodes) if finish else {}
+                audit = nodes.each("audit", dict.fromkeys(plan.domains, ())) if config.evaluation.audit else {}
+                nodes.each("export", dict.fromkeys(plan.domains, ()))
+                memory: dict[str, dict[str, int | None]] = nodes.each("memory", dict.fromkeys(plan.nodes, ()))
+                break
+            except NodeLost as error:
+                if config.resources.on_failure == "fail" or lost == config.resources.max_restarts:
+                    why = f"restarted {lost} times already, resources.max_restarts"
+                    why = "resources.on_failure=fail" if config.resources.on_failure == "fail" else why
+                    raise CrossfedError(
+                        f"{error} ({why}); the last committed round stays: crossfed run --resume {plan.run_dir}"
+                    ) from error
+                lost += 1
+                view.warn(
+                    f"{error}; going back to the last committed round (restart {lost} of {config.resources.max_restarts})"
+                )
+                nodes.stop()
+    ended = time.perf_counter()
+    ledger = pd.DataFrame(
+        rounds.ledger.rows(),
+        columns=["stage", "round", "sender", "receiver", "direction", "key", "shape", "dtype", "bytes"],
+    )
+    result = {
+        "run_id": plan.run_dir.name,
+        "method": config.method,
+        "scope": str(config.resolved.scope),
+        "preset": config.preset,
+        "control": config.control,
+        "seed": config.seed,
+        "data": {"name": data.path.name, "synthetic": data.synthetic},
+        "data_fingerprint": data.fingerprint,
+        "protocol": config.evaluation.protocol,
+        "split_seed": config.evaluation.split_seed,
+        "train_share": config.evaluation.train_share,
+        "candidates": {name: found.candidates for name, found in (test or validation).items()},
+        "config": config.config,
+        "config_hash": config.hash(),
+        "domains": {
+            name: {
+                "counts": data.manifest["domains"][name],
+                "selected": rounds.progress.selected.get(name),
+                "validation": validation[name].metrics,
+                "validation_users": validation[name].users,
+                "validation_candidates": validation[name].candidates,
+            }
+            | ({"test": test[name].metrics, "test_users": test[name].users} if test else {})
+            | ({"audit": audit[name]} if audit else {})
+            for name in plan.domains
+        },
+        "bytes": _bytes(ledger, plan.domains),
+        "privacy": rounds.accountant.report(rounds.ledger.rows(), rounds.progress.budget_stops),
+    } | ({"tokeniser": sids} if sids else {})
+    executed: dict[str, Any] = {
+        "seconds": {
+            "total": ended - began,
+            "encode": encode,
+            "rounds": rounds.progress.seconds,
+            "final": ended - ready,
+        },
+        "restarts": lost,
+        "placement": placement,
+        "memory": memory,
+        "backend": config.backend,
+        "versions": {name: importlib.metadata.version(name) for name in ("crossfed", "torch", "ray", "numpy")},
+    }
+    if config.evaluated is not None:
+        trained = read_json(plan.run_dir / TRAINED)
+        result["evaluated"] = config.evaluated.model_dump(mode="json") | executed
+        executed = {key: trained[key] for key in executed if key in trained}
+    result |= executed
+    write_json(plan.run_dir / RESULT, result)
+    with writing(plan.run_dir):
+        record(plan, result, rounds.history.rows(), ledger, tracker, view)
+    return result
+
+
+def _check_trained(rounds: Rounds, run: str, sids: Mapping[str, Any] | None) -> None:
+    """Raise CrossfedError unless the model to measure again is there, and items have the semantic IDs it was trained on."""
+    run_dir = rounds.plan.run_dir
+    if rounds.progress.stage < len(rounds.stages):
+        raise CrossfedError(
+            f"{run_dir} measures the model of {run} again, but does not hold it any more; use crossfed evaluate "
+            "once more."
+        )
+    then = read_json(run_dir / TRAINED).get("tokeniser")
+    if sids and then and not tokenise.alike(sids, then):
+        raise CrossfedError(
+            f"The tokeniser gives items other semantic IDs than those {run_dir} was trained on; restore {default_root()} as it "
+            "was then, or measure on the machine that trained it."
+        )
+
+
+def _bytes(ledger: pd.DataFrame, domains: tuple[str, ...]) -> dict[str, dict[str, int]]:
+    """Bytes sent (up) and received (down) by each domain over the run."""
+    up = ledger[ledger["direction"] != Direction.DOWN].groupby("sender")["bytes"].sum()
+    down = ledger[ledger["direction"] != Direction.UP].groupby("receiver")["bytes"].sum()
+    return {
+        "up": {name: int(up.get(name, 0)) for name in domains},
+        "down": {name: int(down.get(name, 0)) for name in domains},
+    }
+
+
+def _summary(view: Progress, config: RunConfig, result: dict[str, Any]) -> None:
+    """The final table: the selecting metric and the first two of the others; everything else is in `result.json`."""
+    told = [f"{name}_at_{k}" for name in config.evaluation.metrics[:2] for k in config.evaluation.ks]
+    told = list(dict.fromkeys([config.evaluation.select, *told]))
+
+    def short(metrics: Mapping[str, float]) -> dict[str, float]:
+        return {name: metrics[name] for name in told if name in metrics}
+
+    view.finish(
+        [
+            SummaryRow(
+                name,
+                short(row["validation"]),
+                short(row.get("test", {})),
+                result["protocol"],
+                result["candidates"][name],
+            )
+            for name, row in result["domains"].items()
+        ]
+    )

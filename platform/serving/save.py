@@ -1,0 +1,227 @@
+"""The trained model of one domain, ready to recommend: from a run's folder, or as an MLflow pyfunc, loaded without pickle.
+
+    model = mlflow.pyfunc.load_model("models:/m-…")                 # or models:/<registered name>/1
+    model.predict(pandas.DataFrame({"user": ["A2X3"], "k": [10]}))  # the source's own ids in, and out
+
+It loads in a fresh process without the run, its data or a network, and knows nothing of other domains. Interactions never
+leave their domain, so the model does not know what a user has already seen: items are left out only when the caller names
+them in `exclude`. User ids do not leave either: the model holds a keyed 64-bit digest of each, enough to recognise an id that
+is asked for. That is a pseudonym, not secrecy: whoever holds the model can test a guess.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from crossfed.platform.method import CrossfedError
+
+K = 10
+"""How many items are recommended where the request does not say."""
+FALLBACK_USERS = 2_000
+"""How many users' rankings the answer to an unknown user is made of, at most."""
+_BLOCK = 256
+
+Scorer = Callable[[npt.NDArray[np.int64]], torch.Tensor]
+
+
+# -- who and what: written by the domain itself ------------------------------------------------------------------
+
+
+def write_index(folder: Path, domain: str, user_ids: Iterable[str], item_ids: Sequence[str]) -> None:
+    """Write `<domain>.users.parquet` (digests of user ids, and their key) and `<domain>.items.parquet` (item ids).
+
+    Args:
+        user_ids, item_ids: the source's ids, in row order.
+    """
+    key = secrets.token_bytes(16)
+    digests = np.array([_digest(key, user) for user in user_ids], np.int64)
+    order = np.argsort(digests, kind="stable")
+    _, users, items = files(folder, domain)
+    table = pa.table({"digest": digests[order], "row": order.astype(np.int64)})
+    pq.write_table(table.replace_schema_metadata({"key": key.hex()}), users)
+    pq.write_table(pa.table({"id": pa.array(item_ids, pa.string())}), items)
+
+
+def _digest(key: bytes, user: str) -> int:
+    return int.from_bytes(hashlib.blake2b(user.encode(), digest_size=8, key=key).digest(), "little", signed=True)
+
+
+def files(folder: Path, domain: str) -> tuple[Path, ...]:
+    """What a domain's model consists of, beside the run's `config.yaml`: tensors, user index, item ids."""
+    return tuple(folder / f"{domain}.{ending}" for ending in ("safetensors", "users.parquet", "items.parquet"))
+
+
+# -- recommending ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is recommended to one user.
+
+    Attributes:
+        user: as asked for. known: False when the answer is the fallback.
+        items: the source's item ids, best first; equal scores in row order. rows: their row numbers.
+        scores: the method's scores; of the fallback, mean reciprocal ranks.
+    """
+
+    user: str
+    known: bool
+    items: tuple[str, ...]
+    rows: tuple[int, ...]
+    scores: tuple[float, ...]
+
+
+class DomainModel:
+    """One domain's finished model.
+
+    Args:
+        run_dir: holds `config.yaml` and `model/` with the domain's files; a run's directory, or a model artifact's.
+
+    Raises:
+        CrossfedError: the run has not finished, has no such domain, or a file is damaged.
+    """
+
+    def __init__(self, run_dir: Path, domain: str) -> None:
+        from crossfed.platform.federation.runs import load_scorer
+
+        self.domain = domain
+        self._scorer: Scorer = load_scorer(run_dir, domain)
+        _, users, items = files(run_dir / "model", domain)
+        try:
+            index, self.items = pq.read_table(users), pq.read_table(items)["id"].to_pylist()
+            self._key = bytes.fromhex((index.schema.metadata or {})[b"key"].decode())
+            self._digests, self._rows = index["digest"].to_numpy(), index["row"].to_numpy()
+        except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+            raise CrossfedError(
+                f"{run_dir} does not say who and what its model of {domain} is about ({error}); it was made by an earlier "
+                "version, or is damaged: run it again."
+            ) from error
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {item: row for row, item in enumerate(self.items)}
+
+    def row(self, user: str) -> int | None:
+        """The row number of a user; None for one that the model does not know."""
+        digest = _digest(self._key, user)
+        place = int(np.searchsorted(self._digests, digest))
+        return int(self._rows[place]) if place < len(self._rows) and self._digests[place] == digest else None
+
+    def item_rows(self, items: Iterable[str]) -> list[int]:
+        """Row numbers of items.
+
+        Raises:
+            CrossfedError: the domain has no such item.
+        """
+        items = [str(item) for item in items]
+        if unknown := [item for item in items if item not in self._places]:
+            raise CrossfedError(f"exclude names the item {unknown[0]!r}, which domain {self.domain} does not have")
+        return [self._places[item] for item in items]
+
+    @cached_property
+    def fallback(self) -> torch.Tensor:
+        """Scores [n_items] for a user nobody knows: the mean reciprocal rank of every item over the known users.
+
+        Over `FALLBACK_USERS` of them, evenly spaced by row, where there are more.
+        """
+        n_users = len(self._rows)
+        users = np.unique(np.linspace(0, n_users - 1, min(n_users, FALLBACK_USERS)).astype(np.int64))
+        total = torch.zeros(len(self.items), dtype=torch.float64)
+        for first in range(0, len(users), _BLOCK):
+            scores = self._scores(users[first : first + _BLOCK])
+            order = scores.argsort(dim=1, descending=True, stable=True)
+            worth = torch.where(scores.gather(1, order) > -torch.inf, 1 / torch.arange(1, scores.shape[1] + 1.0), 0.0)
+            total.index_add_(0, order.flatten(), worth.flatten().double())
+        return (total / len(users)).float()
+
+    def _scores(self, users: npt.NDArray[np.int64]) -> torch.Tensor:
+        return self._scorer(users).detach().to("cpu", torch.float32).clone()
+
+    def recommend(
+        self, users: Sequence[str], counts: Sequence[int] | None = None, exclude: Sequence[Sequence[int]] | None = None
+    ) -> list[Answer]:
+        """Recommend to users; who is unknown gets the fallback.
+
+        Args:
+            users: the source's ids. counts: how many items each, `K` by default. exclude: item row numbers to leave out.
+
+        Raises:
+            CrossfedError: a count below 1.
+        """
+        counts = [K] * len(users) if counts is None else counts
+        if len(counts) and min(counts) < 1:
+            raise CrossfedError(f"k is {min(counts)}; it must be 1 or more")
+        answers: list[Answer] = []
+        for first in range(0, len(users), _BLOCK):
+            block = range(first, min(first + _BLOCK, len(users)))
+            rows = [self.row(users[place]) for place in block]
+            known = [row for row in rows if row is not None]
+            scored = iter(self._scores(np.array(known, np.int64)) if known else ())
+            for place, row in zip(block, rows, strict=True):
+                scores = self.fallback.clone() if row is None else next(scored)
+                if exclude is not None and len(exclude[place]):
+                    scores[torch.tensor(exclude[place], dtype=torch.long)] = -torch.inf
+                answers.append(self._best(users[place], row is not None, scores, counts[place]))
+        return answers
+
+    def _best(self, user: str, known: bool, scores: torch.Tensor, count: int) -> Answer:
+        values, order = scores.sort(descending=True, stable=True)
+        kept = min(count, int((values > -torch.inf).sum()))
+        rows = tuple(order[:kept].tolist())
+        return Answer(user, known, tuple(self.items[row] for row in rows), rows, tuple(values[:kept].tolist()))
+
+
+# -- as an MLflow model ------------------------------------------------------------------------------------------
+
+_CODE = """from crossfed.platform.serving.pyfunc import Recommender
+from mlflow.models import set_model
+
+set_model(Recommender())
+"""
+
+
+def save(run_dir: Path, domain: str, path: Path) -> None:
+    """Write one domain's model of a finished run as an MLflow model directory.
+
+    Args:
+        run_dir: holds `config.yaml` and `model/`.
+        path: the directory to make; must not exist.
+    """
+    import mlflow.pyfunc
+
+    from crossfed.platform.serving.pyfunc import EXAMPLE, SIGNATURE
+
+    with tempfile.TemporaryDirectory() as folder:
+        code, own = Path(folder) / "recommender.py", Path(folder) / "model"
+        code.write_text(_CODE, "utf-8")
+        own.mkdir()
+        for file in files(run_dir / "model", domain):
+            shutil.copyfile(file, own / file.name)
+        mlflow.pyfunc.save_model(
+            path=path,
+            python_model=str(code),
+            artifacts={"config": str(run_dir / "config.yaml"), "model": str(own)},
+            signature=SIGNATURE,
+            input_example=EXAMPLE,
+            pip_requirements=[_requirement(name) for name in ("crossfed", "mlflow", "torch")],
+            metadata={"domain": domain},
+        )
+
+
+def _requirement(package: str) -> str:
+    """The installed version, without a local part such as +cpu that no index carries."""
+    return f"{package}=={importlib.metadata.version(package).partition('+')[0]}"

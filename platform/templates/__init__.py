@@ -1,1 +1,0 @@
-"""Cluster files that ship, as data: see `crossfed.platform.cluster_file`."""

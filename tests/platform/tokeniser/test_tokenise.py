@@ -1,0 +1,448 @@
+"""The shared tokeniser: keys, bits, interruption, what it reports, when it refuses, and where a method finds it."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from crossfed.platform import checkpoint
+from crossfed.platform.config.settings import RunConfig, build
+from crossfed.platform.console import Progress, make_progress
+from crossfed.platform.data.artifacts import default_root
+from crossfed.platform.data.store import PreparedData, Writer
+from crossfed.platform.federation.run import make_artifacts, run_federation
+from crossfed.platform.method import CrossfedError
+from crossfed.platform.tokeniser import tokenise as tokeniser
+from crossfed.platform.tokeniser.tokenise import (
+    Spec,
+    codebook_use,
+    collision_rate,
+    describe,
+    fits,
+    frozen,
+    tokenise,
+    train_here,
+)
+
+TOY = """
+from dataclasses import replace
+
+import toys
+from crossfed.platform.method import Out, Phase, Stage
+
+
+class Config(toys.Config):
+    levels: int = 3
+    codebook: int = 8
+
+
+def look(state, inbox, ctx):
+    sids = ctx.artifacts["sids"]
+    n, levels = sids.shape
+    return Out(metrics={"items": n, "levels": levels, "sum": int((sids * [1, 10, 100][:levels]).sum())})
+
+
+def stages(c):
+    return (Stage("look", 1, (Phase(look),)),)
+
+
+METHOD = replace(
+    toys.AVERAGE, name="sidtoy", Config=Config, artifacts=("sids",), stages=stages, fields=(), init_server=None
+)
+TEXTLESS = replace(METHOD, artifacts=())
+SHAPELESS = replace(METHOD, Config=toys.Config)
+"""
+
+SMALL = (
+    "text.encoder=hashing:32",
+    "tokeniser.dim=8",
+    "tokeniser.hidden=16",
+    "tokeniser.epochs=7",
+    "tokeniser.batch_size=32",
+)
+
+
+@pytest.fixture(autouse=True)
+def _toy(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The method under test, as a user would bring it; a cache of its own for every test."""
+    folder = tmp_path_factory.mktemp("toy")
+    (folder / "sidtoy.py").write_text(TOY)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "sidtoy", raising=False)
+    monkeypatch.setenv("CROSSFED_CACHE", str(folder / "cache"))
+
+
+def config(data: Path, out: Path, *sets: str, method: str = "sidtoy:METHOD", backend: str = "inprocess") -> RunConfig:
+    values = {"data": data, "out": out, "backend": backend, "tracking.enabled": False, "tracking.artifacts": False}
+    return build(method, sets=[*SMALL, *sets], values=values)
+
+
+def made(run: RunConfig, view: Progress | None = None) -> Mapping[str, Mapping[str, np.ndarray]]:
+    return make_artifacts(run, view or make_progress("quiet"))
+
+
+def files(kind: str) -> list[Path]:
+    return sorted((default_root() / "sids").glob(f"*/*.{kind}"))
+
+
+# -- what a tokeniser depends on -----------------------------------------------------------------------------------
+
+
+def test_the_shape_comes_from_the_methods_config(shops: Path, tmp_path: Path) -> None:
+    spec = Spec.of(config(shops, tmp_path, "levels=2", "codebook=5"))
+    assert (spec.levels, spec.codebook) == (2, 5)
+    with pytest.raises(
+        CrossfedError, match=r"must hold the positive whole numbers levels and codebook; it has levels=None"
+    ):
+        Spec.of(config(shops, tmp_path, method="sidtoy:SHAPELESS"))
+
+
+def test_the_key_depends_on_everything_that_matters_and_nothing_else(shops: Path, tmp_path: Path) -> None:
+    def key(*sets: str, texts: tuple[str, ...] = ("a", "b")) -> str:
+        return Spec.of(config(shops, tmp_path, *sets)).key(list(texts))
+
+    settings = (
+        "levels=2", "codebook=9", "tokeniser.seed=1", "tokeniser.dim=9", "tokeniser.hidden=9", "tokeniser.epochs=9",
+        "tokeniser.batch_size=9", "tokeniser.lr=0.1", "tokeniser.beta=1.0", "tokeniser.entropy=1.0",
+        "tokeniser.collision=1.0", "tokeniser.workers=2", "tokeniser.kind=residual-kmeans",
+    )  # fmt: skip
+    keys = {key(), key(texts=("b", "a")), key(texts=("a",)), *(key(one) for one in settings)}
+    assert len(keys) == 3 + len(settings)
+    assert key("seed=5", "tokeniser.min_perplexity=0.2", "resources.threads=2") == key()
+    plain = "tokeniser.kind=residual-kmeans"
+    assert key(plain, "tokeniser.epochs=9", "tokeniser.lr=0.1") == key(plain)
+
+
+def test_names_and_order_of_the_domains_do_not_matter(shops: Path, tmp_path: Path) -> None:
+    first = made(config(shops, tmp_path))
+    again = made(config(shops, tmp_path, "domains=[games, books, films]"))
+    assert len(files("npy")) == 1
+    assert list(again) == ["games", "books", "films"]
+    for name in first:
+        np.testing.assert_array_equal(first[name]["sids"], again[name]["sids"])
+    renamed = tmp_path / "renamed"
+    data = PreparedData.open(shops)
+    with Writer(renamed, {"kind": "test shops"}) as writer:
+        for old, new in (("games", "a"), ("books", "b"), ("films", "c")):
+            users, items, times = data.interactions(old)
+            texts = data.item_texts(old)
+            n_users, n_items = data.sizes(old)
+            writer.add_domain(
+                new, users, items, times, [f"u{u}" for u in range(n_users)], [f"i{i}" for i in range(n_items)], texts
+            )
+    other = made(config(renamed, tmp_path))
+    assert len(files("npy")) == 1
+    np.testing.assert_array_equal(other["a"]["sids"], first["games"]["sids"])
+    assert made(config(shops, tmp_path, "domains=[games, books]")).keys() == {"games", "books"}
+    assert len(files("npy")) == 2, "another union of items is another tokeniser"
+
+
+def test_only_runs_that_use_semantic_ids_have_their_settings_in_the_hash(shops: Path, tmp_path: Path) -> None:
+    def hashes(method: str) -> set[str]:
+        return {config(shops, tmp_path, *sets, method=method).hash() for sets in ((), ("tokeniser.beta=0.3",))}
+
+    assert len(hashes("sidtoy:METHOD")) == 2
+    assert len(hashes("sidtoy:TEXTLESS")) == 1
+
+
+# -- training ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["rqvae", "residual-kmeans"])
+def test_every_domain_gets_its_own_items_and_a_second_time_is_a_hit(kind: str, shops: Path, tmp_path: Path) -> None:
+    run, printed = config(shops, tmp_path, f"tokeniser.kind={kind}"), io.StringIO()
+    with make_progress("plain", printed) as view:
+        first, second = made(run, view), made(run, view)
+    assert {name: found["sids"].shape for name, found in first.items()} == {
+        "books": (30, 3), "films": (25, 3), "games": (35, 3),
+    }  # fmt: skip
+    for name, found in first.items():
+        assert found["sids"].dtype == np.int64
+        assert set(found) == {"sids", "sids_shape", "sids_errors"}
+        assert found["sids"].min() >= 0 and found["sids"].max() < 8
+        assert not found["sids"].flags.writeable
+        np.testing.assert_array_equal(found["sids"], second[name]["sids"])
+    lines = [line for line in printed.getvalue().splitlines() if line.startswith("tokeniser")]
+    assert [line.endswith("(cached)") for line in lines] == [False, False, True]
+    assert f"training on 90 item texts: {kind}, 3 × 8 codes" in lines[0]
+    assert "items that share an ID: books" in lines[1]
+
+
+def test_a_new_cache_gives_the_same_bytes(shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config(shops, tmp_path)
+    made(run)
+    before = [path.read_bytes() for path in (*files("npy"), *files("safetensors"))]
+    monkeypatch.setenv("CROSSFED_CACHE", str(tmp_path / "other"))
+    made(run)
+    assert [path.read_bytes() for path in (*files("npy"), *files("safetensors"))] == before
+    assert not list((tmp_path / ".tokeniser").iterdir()), "the checkpoints of a finished training are removed"
+
+
+def test_the_frozen_tokeniser_gives_these_ids(shops: Path, tmp_path: Path) -> None:
+    run = config(shops, tmp_path)
+    found = made(run)
+    (path,) = files("safetensors")
+    model = frozen(path)
+    data = PreparedData.open(shops)
+    _, vectors, _ = tokeniser.ArtifactStore().ensure_text(data.item_texts("films"), "hashing:32")
+    np.testing.assert_array_equal(model.codes(torch.tensor(vectors)).numpy(), found["films"]["sids"])
+
+
+def test_an_interrupted_training_goes_on_to_the_same_bits(
+    shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seven epochs, a checkpoint after the third and sixth, stopped during the fifth: two epochs are done again."""
+    monkeypatch.setattr(tokeniser, "EVERY", 3)
+    g = torch.Generator().manual_seed(0)
+    x, spec = torch.randn(90, 12, generator=g), Spec.of(config(shops, tmp_path))
+    straight = train_here(spec, x, tmp_path / "straight", torch.device("cpu"))
+    from crossfed.platform.tokeniser.quantiser import Training
+
+    whole, done = Training.epoch, list[int]()
+
+    def counted(self: Training) -> dict[str, float]:
+        if self.done == 4 and not stopped:
+            stopped.append(True)
+            raise KeyboardInterrupt
+        done.append(self.done)
+        return whole(self)
+
+    stopped: list[bool] = []
+    monkeypatch.setattr(Training, "epoch", counted)
+    with pytest.raises(KeyboardInterrupt):
+        train_here(spec, x, tmp_path / "broken", torch.device("cpu"))
+    again = train_here(spec, x, tmp_path / "broken", torch.device("cpu"))
+    assert done == [0, 1, 2, 3, 3, 4, 5, 6]
+    assert straight.keys() == again.keys()
+    assert all(torch.equal(straight[name], again[name]) for name in straight)
+
+
+def test_an_item_without_text_teaches_nothing(shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vectors of training are those that are not zero; the items without text still get an ID, one for all of them."""
+    seen: list[int] = []
+    train = tokeniser._train
+
+    def spy(config: RunConfig, spec: Spec, x: torch.Tensor, key: str) -> Any:
+        seen.append(len(x))
+        return train(config, spec, x, key)
+
+    monkeypatch.setattr(tokeniser, "_train", spy)
+    x = np.random.default_rng(0).normal(size=(60, 12)).astype(np.float32)
+    x[[3, 50]] = 0
+    found = tokenise(config(shops, tmp_path), {"a": ("ka", x[:40]), "b": ("kb", x[40:])}, make_progress("quiet"))
+    assert seen == [58]
+    assert found["a"]["sids"][3].tolist() == found["b"]["sids"][10].tolist()
+
+
+def test_several_workers_need_ray(shops: Path, tmp_path: Path) -> None:
+    with pytest.raises(CrossfedError, match=r"workers=2 trains with Ray Train.*set it to 1"):
+        made(config(shops, tmp_path, "tokeniser.workers=2"))
+    assert made(config(shops, tmp_path, "tokeniser.workers=2", "tokeniser.kind=residual-kmeans"))
+
+
+# -- what it is like -----------------------------------------------------------------------------------------------
+
+
+def test_codebook_use_by_hand() -> None:
+    """Level 1: codes 0, 0, 1, 1: two alike, perplexity 2, two dead. Level 2: 3, 3, 3, 0: ¾ and ¼, exp(0.5623) = 1.7548."""
+    perplexity, dead = codebook_use(np.array([[0, 3], [0, 3], [1, 3], [1, 0]]), 4)
+    assert perplexity == pytest.approx([2, 1.7548], abs=1e-4)
+    assert dead == [2, 2]
+
+
+def test_collision_rate_by_hand() -> None:
+    """Three items on one ID, two on another, one alone: five of six."""
+    sids = np.array([[1, 1], [1, 1], [1, 1], [1, 2], [2, 1], [2, 1]])
+    assert collision_rate(sids) == pytest.approx(5 / 6)
+    assert collision_rate(sids[2:5]) == 0
+
+
+def test_a_report_and_its_metrics_agree_with_the_arrays(shops: Path, tmp_path: Path) -> None:
+    run = config(shops, tmp_path)
+    found = made(run)
+    report = describe(run, found)
+    union = np.concatenate([found[name]["sids"] for name in found])
+    assert report["dead_codes"] == [8 - len(np.unique(column)) for column in union.T]
+    assert report["reconstruction_error"] == sorted(report["reconstruction_error"], reverse=True)
+    assert 0 < report["reconstruction_error"][-1] < 1
+    scalars = tokeniser.metrics(report)
+    assert scalars["tokeniser/perplexity/level_2"] == report["perplexity"][1]
+    assert scalars["tokeniser/collision_rate/films"] == collision_rate(found["films"]["sids"])
+    assert len(scalars) == 3 * 3 + 3
+    about = json.loads(files("json")[0].read_text())["about"]
+    assert about["errors"] == report["reconstruction_error"]
+    assert about["spec"]["codebook"] == 8 and about["items"] == 90
+
+
+def test_the_collapse_of_a_level_is_refused_with_advice(shops: Path, tmp_path: Path) -> None:
+    healthy = {"kind": "rqvae", "codebook": 100, "perplexity": [90.0, 80.0], "dead_codes": [0, 3]}
+    tokeniser._check(healthy, 1000, 0.1, 0.5)
+    one_code = healthy | {"perplexity": [90.0, 9.9]}
+    with pytest.raises(
+        CrossfedError, match=r"level 2 has a perplexity of 9\.9 where 100 codes.*raise tokeniser\.entropy"
+    ):
+        tokeniser._check(one_code, 1000, 0.1, 0.5)
+    with pytest.raises(CrossfedError, match=r"lower tokeniser\.dim"):
+        tokeniser._check(one_code | {"kind": "residual-kmeans"}, 1000, 0.1, 0.5)
+    with pytest.raises(CrossfedError, match=r"level 1 uses 49 of the 100 codes.*max_dead=0\.5"):
+        tokeniser._check(healthy | {"dead_codes": [51, 0]}, 1000, 0.1, 0.5)
+    few = healthy | {"perplexity": [4.0, 1.0], "dead_codes": [80, 99]}
+    with pytest.raises(
+        CrossfedError, match=r"level 2 .* where 20 codes.*only 20 different item texts: lower the method's codebook"
+    ):
+        tokeniser._check(few, 20, 0.1, 0.5)
+    """Of 20 vectors, 20 codes can be used; 80 dead ones of 100 are no fault."""
+    tokeniser._check(few | {"perplexity": [20.0, 20.0], "dead_codes": [80, 80]}, 20, 0.1, 0.5)
+
+
+def test_a_collapsed_tokeniser_is_refused_again_without_training(
+    shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = config(shops, tmp_path, "tokeniser.min_perplexity=1.0")
+    with pytest.raises(CrossfedError, match="collapsed"):
+        made(run)
+    monkeypatch.setattr(tokeniser, "_train", lambda *_: pytest.fail("trained again"))
+    with pytest.raises(CrossfedError, match="collapsed"):
+        made(run)
+    assert made(config(shops, tmp_path, "tokeniser.min_perplexity=0.1"))
+
+
+# -- in a run ------------------------------------------------------------------------------------------------------
+
+
+def test_a_method_finds_its_ids_and_the_result_tells_of_them(shops: Path, tmp_path: Path) -> None:
+    run = config(shops, tmp_path)
+    rows: list[Any] = []
+    done = run_federation(run, on_round=rows.append)
+    found = made(run)
+    for name, items in (("books", 30), ("films", 25), ("games", 35)):
+        told = {key: rows[0].metrics[f"train/{name}/{key}"] for key in ("items", "levels", "sum")}
+        assert told == {"items": items, "levels": 3, "sum": int((found[name]["sids"] * [1, 10, 100]).sum())}
+    stored = json.loads((done.run_dir / "result.json").read_text())
+    assert stored["tokeniser"] == describe(run, found)
+    assert tokeniser.parameters(run)["tokeniser.epochs"] == 7
+    other = config(shops, tmp_path, method="toys:AVERAGE")
+    assert tokeniser.parameters(other) == {}
+    assert "tokeniser" not in run_federation(other).result
+
+
+def test_ids_of_another_shape_are_not_used(shops: Path, tmp_path: Path) -> None:
+    """A search makes them once; a trial that wants other levels or another codebook makes its own."""
+    two = config(shops, tmp_path, "levels=2")
+    given = made(two)
+    assert fits(two, given)
+    rows: list[Any] = []
+    for sets in (("levels=3",), ("levels=2", "codebook=7")):
+        run = config(shops, tmp_path, *sets)
+        assert not fits(run, given)
+        done = run_federation(run, artifacts=given, on_round=rows.append)
+        wanted = Spec.of(run)
+        assert rows[-1].metrics["train/books/levels"] == wanted.levels
+        assert done.result["tokeniser"]["codebook"] == wanted.codebook
+    assert fits(config(shops, tmp_path, method="toys:AVERAGE"), {})
+
+
+def test_a_domain_without_text_is_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    with Writer(tmp_path / "data", {"kind": "test shops"}) as writer:
+        for name, texts in (("books", [f"book {i}" for i in range(20)]), ("sports", [""] * 20)):
+            users, items = np.array([(u, i) for u in range(20) for i in rng.choice(20, 10, replace=False)]).T
+            names = [f"u{u}" for u in range(20)], [f"i{i}" for i in range(20)]
+            writer.add_domain(name, users, items, np.arange(len(users)), *names, texts)
+    with pytest.raises(CrossfedError, match="Domain sports: none of its 20 items has text"):
+        made(config(tmp_path / "data", tmp_path))
+
+
+# -- on Ray --------------------------------------------------------------------------------------------------------
+
+
+def test_a_training_that_does_not_end_is_given_up() -> None:
+    from crossfed.platform.tokeniser import ray_train
+
+    class Trainer:
+        def fit(self) -> None:
+            threading.Event().wait(30)
+
+    with pytest.raises(CrossfedError, match=r"not trained within 0\.05 s \(resources\.round_timeout\)"):
+        ray_train._fit(Trainer(), 0.05)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_ray_train_gives_the_same_bits_as_this_process(
+    shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+) -> None:
+    made(config(shops, tmp_path))
+    here = [path.read_bytes() for path in (*files("npy"), *files("safetensors"))]
+    monkeypatch.setenv("CROSSFED_CACHE", str(tmp_path / "other"))
+    monkeypatch.setattr(tokeniser, "train_here", lambda *_: pytest.fail("trained in this process"))
+    handler = signal.getsignal(signal.SIGINT)
+    made(config(shops, tmp_path, backend="ray"))
+    assert signal.getsignal(signal.SIGINT) is handler, "Ctrl-C still ends a run"
+    assert [path.read_bytes() for path in (*files("npy"), *files("safetensors"))] == here
+    assert not list((tmp_path / ".tokeniser").iterdir())
+
+
+def test_a_trial_of_a_search_trains_in_its_own_process(ray_cluster: None) -> None:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from crossfed.platform.tokeniser.ray_train import in_a_trial
+
+    group = placement_group([{"CPU": 0.5}])
+    inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+    told = ray.remote(in_a_trial)
+    try:
+        assert ray.get(told.options(num_cpus=0.5, scheduling_strategy=inside).remote()) is True
+        assert ray.get(told.options(num_cpus=0.5).remote()) is False
+        assert not in_a_trial()
+    finally:
+        remove_placement_group(group)
+
+
+@pytest.mark.slow
+def test_two_workers_agree_with_one_and_an_interrupted_training_goes_on(
+    shops: Path, tmp_path: Path, ray_cluster: None
+) -> None:
+    """Each of two workers takes half of every batch: rounding and the regularisers' batches differ, the error hardly.
+
+    The checkpoint that a training of the same key has left is where the next one goes on: one that is edited by hand, and is
+    one epoch from its end, keeps what was edited.
+    """
+    from crossfed.platform.config.settings import Resources
+    from crossfed.platform.tokeniser import ray_train
+
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 12, generator=g) + 4 * torch.randn(6, 12, generator=g)[torch.arange(300) % 6]
+    one = Spec.of(config(shops, tmp_path, "tokeniser.epochs=10"))
+    states = {
+        workers: ray_train.train(replace(one, workers=workers), x, tmp_path, f"key{workers}", Resources())
+        for workers in (1, 2)
+    }
+    errors = {}
+    for workers, state in states.items():
+        model = tokeniser.make(one, 12)
+        model.load_state_dict(state)
+        errors[workers] = model.errors(x)[-1]
+    assert errors[2] == pytest.approx(errors[1], rel=0.15)
+    assert not torch.equal(states[1]["codebooks"], states[2]["codebooks"])
+
+    (kept,) = (path for path in (tmp_path / "key1").glob("checkpoint_*") if path.is_dir())
+    saved = checkpoint.load(kept / "training")
+    assert saved["done"] == 10
+    saved["done"] = 9
+    saved["model"]["up_to.bias"] += 100
+    checkpoint.save(kept / "training", saved)
+    again = ray_train.train(one, x, tmp_path, "key1", Resources())
+    assert float((again["up_to.bias"] - states[1]["up_to.bias"]).median()) == pytest.approx(100, abs=1)
