@@ -99,6 +99,25 @@ class Search(Settings):
             raise ValueError(f"reduction belongs to the pruner asha, not to {self.pruner}")
 
 
+def checked_search(**given: Any) -> Search:
+    """How a study searches, from options by name; those that are None keep their defaults.
+
+    Raises:
+        CrossfedError: what is wrong with them, named as the command line's option.
+    """
+    try:
+        return Search(**{key: value for key, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ").rstrip(".")
+        if not first["loc"]:
+            raise CrossfedError(f"{message[0].upper()}{message[1:]}.") from None
+        key = str(first["loc"][0])
+        option = "--" + {"name": "study", "objectives": "objective"}.get(key, key).replace("_", "-")
+        value = ", ".join(first["input"]) if isinstance(first["input"], tuple) else first["input"]
+        raise CrossfedError(f"{option} {value!r} is not possible: {message[0].lower()}{message[1:]}.") from None
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One trial to run: its number, the searched values, and whether it goes on from an earlier process."""

@@ -191,23 +191,6 @@ def _base(
     )
 
 
-def _settings(**given: Any) -> Any:
-    """The search's settings, or one sentence for what is wrong with them."""
-    from pydantic import ValidationError
-
-    try:
-        return _study().Search(**{key: value for key, value in given.items() if value is not None})
-    except ValidationError as error:
-        first = error.errors()[0]
-        message = first["msg"].removeprefix("Value error, ").rstrip(".")
-        if not first["loc"]:
-            raise CrossfedError(f"{message[0].upper()}{message[1:]}.") from None
-        key = str(first["loc"][0])
-        option = "--" + {"name": "study", "objectives": "objective"}.get(key, key).replace("_", "-")
-        value = ", ".join(first["input"]) if isinstance(first["input"], tuple) else first["input"]
-        raise CrossfedError(f"{option} {value!r} is not possible: {message[0].lower()}{message[1:]}.") from None
-
-
 def _console() -> Console:
     """Wide where nobody looks: rich's 80 columns would drop some of a table's."""
     console = Console()
@@ -296,7 +279,7 @@ def start(
     base = _base(method, preset, sets, data, domains, seed, out, backend, address, tracking_uri, require_tracking)
     spaces = importlib.import_module("crossfed.tuning.space")
     name = study or _default_name(base)
-    search = _settings(
+    search = _study().checked_search(
         name=name,
         trials=trials,
         concurrent=concurrent,
@@ -406,7 +389,7 @@ def tune_all(
     asked = {}
     for method in names:
         base = _base(method, None, sets, data, domains, seed, out, backend, address, tracking_uri, require_tracking)
-        search = _settings(
+        search = _study().checked_search(
             name=f"{shared}-{re.sub(r'[^A-Za-z0-9]+', '_', method)}",
             trials=trials,
             concurrent=concurrent,

@@ -362,6 +362,7 @@ def build(
     preset: str | None = None,
     sets: Sequence[str] = (),
     values: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> RunConfig:
     """Build a run's configuration from all its sources.
 
@@ -370,6 +371,7 @@ def build(
         preset: one of the method's presets.
         sets: `key=value` strings; a key is one of the method's own or a dotted key of the run (`resources.threads`).
         values: run-level values given as options (data, seed, out, backend, …); None means "not given".
+        settings: keys as in `sets`, with their values as Python objects.
 
     Raises:
         CrossfedError: an unknown key, a wrong type or an impossible value, named with what is allowed.
@@ -410,6 +412,13 @@ def build(
             _set(raw, key, value if _accepts(run_keys[key], str) and value != "null" else parse_value(value))
         else:
             raise CrossfedError(f"--set: unknown key {key!r}{nearest(key, [*own_fields, *run_keys])}")
+    for key, value in (settings or {}).items():
+        if key in own_fields:
+            own[key] = value
+        elif key in run_keys:
+            _set(raw, key, value)
+        else:
+            raise CrossfedError(f"unknown key {key!r}{nearest(key, [*own_fields, *run_keys])}")
     if isinstance(raw.get("out"), str) and storage.is_uri(raw["out"]):
         raw = {key: value for key, value in raw.items() if key != "out"} | {"mirror": raw["out"]}
     try:

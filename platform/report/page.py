@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,34 +95,10 @@ def _inline(figure: Figure | Path) -> str:
 
 _ENVIRONMENT = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
 _ENVIRONMENT.filters["inline"] = _inline
-_TEMPLATE = _ENVIRONMENT.from_string(
-    """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{{ page.title }}</title>
-<style>
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 76rem; margin: 2rem auto; }
-h1, h2, h3 { line-height: 1.25; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc; padding-bottom: .25rem; }
-p { max-width: 50rem; } code { background: #f2f2f2; padding: .1em .3em; border-radius: 3px; overflow-wrap: anywhere; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .7rem; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }
-thead th { border-bottom: 1.5px solid #1a1a1a; } tfoot td { border-top: 1.5px solid #1a1a1a; }
-thead th.group { text-align: center; } body { padding: 0 1rem; }
-.right { text-align: right; white-space: nowrap; } caption, .caption { color: #555; font-size: .875rem; max-width: 50rem; }
-figure { margin: 1.5rem 0; } img { max-width: 100%; height: auto; } summary { cursor: pointer; }
-pre { background: #f2f2f2; padding: .75rem; overflow-x: auto; font-size: .8125rem; line-height: 1.35; }
-</style>
-</head>
-<body>
+_MACROS = """
 {% macro prose(text) %}
 {% for piece in text.split("`") %}{% if loop.index0 % 2 %}<code>{{ piece }}</code>{% else %}{{ piece }}{% endif %}{% endfor %}
 {% endmacro %}
-<h1>{{ page.title }}</h1>
-{% for text in page.about %}
-<p>{{ prose(text) }}</p>
-{% endfor %}
 {% macro line(grid, row) %}
 <tr>
 {% for cell in grid.cells(row) %}
@@ -130,13 +107,7 @@ pre { background: #f2f2f2; padding: .75rem; overflow-x: auto; font-size: .8125re
 {% endfor %}
 </tr>
 {% endmacro %}
-{% for section in page.sections %}
-<section>
-<h2>{{ section.title }}</h2>
-{% for text in section.text %}
-<p>{{ prose(text) }}</p>
-{% endfor %}
-{% for grid in section.grids %}
+{% macro shown(grid) %}
 <h3>{{ grid.title }}</h3>
 <div class="wide">
 <table>
@@ -157,6 +128,42 @@ pre { background: #f2f2f2; padding: .75rem; overflow-x: auto; font-size: .8125re
 </table>
 </div>
 <p class="caption">{{ prose(grid.caption) }}</p>
+{% endmacro %}
+"""
+_TEMPLATE = _ENVIRONMENT.from_string(
+    _MACROS
+    + """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ page.title }}</title>
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 76rem; margin: 2rem auto; }
+h1, h2, h3 { line-height: 1.25; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc; padding-bottom: .25rem; }
+p { max-width: 50rem; } code { background: #f2f2f2; padding: .1em .3em; border-radius: 3px; overflow-wrap: anywhere; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .7rem; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }
+thead th { border-bottom: 1.5px solid #1a1a1a; } tfoot td { border-top: 1.5px solid #1a1a1a; }
+thead th.group { text-align: center; } body { padding: 0 1rem; }
+.right { text-align: right; white-space: nowrap; } caption, .caption { color: #555; font-size: .875rem; max-width: 50rem; }
+figure { margin: 1.5rem 0; } img { max-width: 100%; height: auto; } summary { cursor: pointer; }
+pre { background: #f2f2f2; padding: .75rem; overflow-x: auto; font-size: .8125rem; line-height: 1.35; }
+</style>
+</head>
+<body>
+<h1>{{ page.title }}</h1>
+{% for text in page.about %}
+<p>{{ prose(text) }}</p>
+{% endfor %}
+{% for section in page.sections %}
+<section>
+<h2>{{ section.title }}</h2>
+{% for text in section.text %}
+<p>{{ prose(text) }}</p>
+{% endfor %}
+{% for grid in section.grids %}
+{{ shown(grid) }}
 {% endfor %}
 {% for name, figure in section.pictures %}
 <figure><img src="{{ figure | inline }}" alt="{{ name }}"></figure>
@@ -170,3 +177,9 @@ pre { background: #f2f2f2; padding: .75rem; overflow-x: auto; font-size: .8125re
 </html>
 """
 )
+_FRAGMENT = _ENVIRONMENT.from_string(_MACROS + "{% for grid in grids %}{{ shown(grid) }}{% endfor %}")
+
+
+def fragment(grids: Sequence[Grid]) -> str:
+    """Tables as a piece of HTML, for a notebook."""
+    return _FRAGMENT.render(grids=grids)
