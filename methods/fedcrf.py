@@ -115,10 +115,10 @@ from crossfed.methods.parts.text_graph import (
     row_product,
     top_cosine,
 )
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.method import (
     SERVER,
     Context,
-    CrossfedError,
     Direction,
     Field,
     Method,

@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"

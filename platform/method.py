@@ -36,14 +36,6 @@ State = Any
 """A node's own object, made by `Method.init_domain` or `Method.init_server`."""
 
 
-class CrossfedError(Exception):
-    """A user's mistake or a failed run, told in one sentence; the command line prints it and exits with code 2."""
-
-
-class LeakError(CrossfedError):
-    """A payload that was not declared, or a message outside the stage's edges. Names the sender and the key."""
-
-
 def _mentions(annotation: Any, kind: type) -> bool:
     """Whether an annotation is a type, or is made of it."""
     return annotation is kind or any(_mentions(part, kind) for part in typing.get_args(annotation))

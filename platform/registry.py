@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from crossfed.platform.method import CrossfedError, Method
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.method import Method
 
 PACKAGE = "crossfed.methods"
 

@@ -13,9 +13,10 @@ from optuna.trial import TrialState
 from pydantic import ValidationError
 from ray.tune.experiment import Trial
 
+from crossfed.platform.config import settings
 from crossfed.platform.config.settings import RunConfig
 from crossfed.platform.console import number, span
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.tracking import tracker
 from crossfed.platform.tracking.tracker import Tracker
 from crossfed.tuning.placement import Slots
@@ -147,7 +148,7 @@ class Desk:
             self.study.fail(index, reason)
             self.say(f"trial {index}  failed: {reason}")
 
-    def _settings(self) -> tracker.TrackingSettings:
+    def _settings(self) -> settings.TrackingSettings:
         return self.study.base.tracking.model_copy(update={"uri": self.uri})
 
     def _run_id(self, index: int) -> str:

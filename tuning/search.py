@@ -25,10 +25,10 @@ from crossfed.platform.cluster import connect
 from crossfed.platform.config.settings import RunConfig
 from crossfed.platform.console import Progress, make_progress
 from crossfed.platform.data.store import PreparedData
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.node import Artifacts, Plan
 from crossfed.platform.federation.run import Finish, chosen_domains, make_artifacts, resolve_data
 from crossfed.platform.federation.runs import RESULT
-from crossfed.platform.method import CrossfedError
 from crossfed.platform.report.recording import told_share
 from crossfed.platform.tracking import tracker
 from crossfed.platform.tracking.spool import RUN_ID

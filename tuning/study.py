@@ -22,8 +22,8 @@ from optuna.trial import FrozenTrial, TrialState
 from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator
 
 from crossfed.platform.config.settings import RunConfig, Settings, first_error
-from crossfed.platform.method import CrossfedError
-from crossfed.platform.tracking.tracker import redact
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.uris import redact
 from crossfed.tuning.space import Parameter, grid, read, sample, space, with_first
 
 STUDY = "study.yaml"

@@ -17,11 +17,11 @@ from typing import Any
 from ray import tune
 
 from crossfed.platform.config.settings import RunConfig
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.node import Artifacts
 from crossfed.platform.federation.rounds import Round
 from crossfed.platform.federation.run import Finish, Stopped, run_federation
 from crossfed.platform.federation.runs import stored_config
-from crossfed.platform.method import CrossfedError
 
 STOPPED = "stopped"
 """A file in a trial's run directory: why the driver stopped it."""

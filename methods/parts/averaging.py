@@ -19,19 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from crossfed.platform.method import (
-    SERVER,
-    Array,
-    Context,
-    CrossfedError,
-    Direction,
-    Field,
-    Interactions,
-    Out,
-    Payload,
-    Phase,
-    Step,
-)
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.method import SERVER, Array, Context, Direction, Field, Interactions, Out, Payload, Phase, Step
 
 COUNT = "n"
 """The key under which a domain sends its number of training instances, int64 [1]."""

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from crossfed.platform.method import Context, CrossfedError
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.method import Context
 
 
 def bpr(positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:

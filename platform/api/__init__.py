@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from crossfed.frames import prepare
     from crossfed.launch import run, tune
-    from crossfed.platform.method import CrossfedError
+    from crossfed.platform.errors import CrossfedError
     from crossfed.results import Comparison, Run, Study, compare, load
 
     __version__: str
@@ -58,7 +58,7 @@ _HOMES = {
     "compare": "crossfed.results",
     "load": "crossfed.results",
     "prepare": "crossfed.frames",
-    "CrossfedError": "crossfed.platform.method",
+    "CrossfedError": "crossfed.platform.errors",
 }
 
 

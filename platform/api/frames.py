@@ -13,7 +13,7 @@ import yaml
 
 from crossfed.platform.data.prepare import prepare as prepare_files
 from crossfed.platform.data.store import PreparedData
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 Frame = Any
 """A pandas or Polars data frame, or anything else that PyArrow makes a table of."""

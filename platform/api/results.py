@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from crossfed.platform.checkpoint import read_json
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.runs import CONFIG, RESULT, find_run, stored_config
-from crossfed.platform.method import CrossfedError
 
 if TYPE_CHECKING:
     import optuna
@@ -47,9 +47,7 @@ class Run:
         about = html.escape(repr(self).strip("<>"))
         if not self.finished:
             return f"<p>{about}</p>"
-        table = self.metrics.pivot_table(
-            index=["domain", "split"], columns="metric", values="value", sort=False
-        )
+        table = self.metrics.pivot_table(index=["domain", "split"], columns="metric", values="value", sort=False)
         return f"<p>{about}; {html.escape(self.protocol)}</p>{table.to_html(float_format='%.4f')}"
 
     @property
@@ -75,9 +73,7 @@ class Run:
             CrossfedError: the run has not finished, or the file is damaged.
         """
         if not self.finished:
-            raise CrossfedError(
-                f"{self.path} has not finished; crossfed run --resume {self.path} goes on with it."
-            )
+            raise CrossfedError(f"{self.path} has not finished; crossfed run --resume {self.path} goes on with it.")
         return read_json(self.path / RESULT)
 
     @property

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 cluster_app = typer.Typer(help="Files that start a cluster of machines: templates, and a check.", no_args_is_help=True)
 

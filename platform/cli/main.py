@@ -23,7 +23,8 @@ from crossfed.platform.cli.cluster import cluster_app, doctor, submit
 from crossfed.platform.cli.evaluate import evaluate
 from crossfed.platform.cli.recommend import recommend
 from crossfed.platform.cli.tune import tune_all, tune_app
-from crossfed.platform.method import CrossfedError, Release, Scope
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.method import Release, Scope
 
 if TYPE_CHECKING:
     from crossfed.platform.data.store import PreparedData
@@ -144,9 +145,9 @@ def run(
     from crossfed.platform.config.settings import build
     from crossfed.platform.console import make_progress
     from crossfed.platform.federation.final import test_once
-    from crossfed.platform.federation.mirror import is_uri
     from crossfed.platform.federation.run import run_federation
     from crossfed.platform.federation.runs import fetch_run, find_run, stored_config
+    from crossfed.platform.uris import is_uri
 
     started: list[Path] = []
     view = make_progress(progress.value)
@@ -355,7 +356,8 @@ def ui(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port on the loopback interface.")] = 5000,
 ) -> None:
     """Open the MLflow UI on the runs' store, on the loopback interface only."""
-    from crossfed.platform.tracking.tracker import TrackingSettings, resolve_uri
+    from crossfed.platform.config.settings import TrackingSettings
+    from crossfed.platform.tracking.tracker import resolve_uri
 
     store = resolve_uri(TrackingSettings(uri=uri), out)
     if store.startswith("http"):

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 if TYPE_CHECKING:
     from crossfed.platform.config.settings import RunConfig

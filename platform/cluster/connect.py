@@ -22,7 +22,8 @@ from ray.exceptions import AuthenticationError, RpcError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from crossfed.platform.config.settings import Resources
-from crossfed.platform.method import SERVER, CrossfedError
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.method import SERVER
 
 SERVER_RESOURCE = "crossfed_server"
 """Ray's custom resource by which machines are set aside for server actors (cluster.yaml gives it to the head)."""

@@ -22,7 +22,7 @@ from ray.autoscaler._private import providers
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from crossfed.platform.cluster.connect import SERVER_RESOURCE
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.registry import nearest
 
 TEMPLATES = ("aws", "gcp", "local", "kuberay")

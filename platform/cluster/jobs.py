@@ -26,7 +26,7 @@ from ray.exceptions import AuthenticationError
 from ray.job_submission import JobStatus, JobSubmissionClient
 
 from crossfed.platform.cluster import connect
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.registry import nearest
 
 ADDRESS = "http://127.0.0.1:8265"

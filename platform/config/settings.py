@@ -12,19 +12,22 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
+from crossfed.platform import uris
 from crossfed.platform.data import synthetic
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.metrics import metric_name, parse_metric
 from crossfed.platform.evaluation.protocols import get_protocol
-from crossfed.platform.federation import mirror as storage
-from crossfed.platform.federation.controls import Control
-from crossfed.platform.method import Checked, CrossfedError, Method, MethodConfig
+from crossfed.platform.method import Checked, Method, MethodConfig
 from crossfed.platform.registry import find_method, method_file, nearest
-from crossfed.platform.tracking.tracker import TrackingSettings, redact
+from crossfed.platform.uris import redact
+
+if TYPE_CHECKING:
+    pass
 
 
 class Settings(Checked):
@@ -167,6 +170,47 @@ class Resources(Settings):
         return [name for name in fields if name not in used and getattr(self, name) != fields[name].get_default()]
 
 
+class TrackingSettings(BaseModel):
+    """The `tracking:` block of a run's configuration.
+
+    Args:
+        enabled: record the run in MLflow at all.
+        uri: `http(s)://…` of an MLflow server, or a database (`sqlite:///PATH`, `postgresql://…`). None takes the
+            environment variable MLFLOW_TRACKING_URI, and without it `mlflow.db` in the folder that holds the runs.
+        experiment: name of the MLflow experiment.
+        require: refuse to start when the store is out of reach, instead of spooling.
+        system_metrics: record CPU, memory and free disk of the driving machine once per round.
+        parent_run_id: the MLflow run under which this one is shown (a study).
+        params: which of the method's values are the run's parameters, e.g. those that a study searches; None means all.
+        tags: added to the run's own tags.
+        artifacts: record files, figures and models besides metrics; they stay in the run's directory otherwise.
+        register_models: make each domain's model a new version of the registered model METHOD-DATA-DOMAIN.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    enabled: bool = True
+    uri: str | None = None
+    experiment: str = "crossfed"
+    require: bool = False
+    system_metrics: bool = True
+    parent_run_id: str | None = None
+    params: tuple[str, ...] | None = None
+    tags: dict[str, str] = {}
+    artifacts: bool = True
+    register_models: bool = False
+
+    @field_validator("uri")
+    @classmethod
+    def _without_password(cls, value: str | None) -> str | None:
+        if value is not None and redact(value) != value:
+            raise ValueError(
+                "a password does not belong in a run's files: set MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD, in the environment"
+            )
+        return value
+
+
 class Privacy(Settings):
     """How perturbed releases are counted, and when a run has to stop. Only for methods that declare releases."""
 
@@ -191,6 +235,9 @@ class Evaluated(Settings):
     ranking: dict[str, Any] = Field(
         default_factory=dict, description="the method's keys that were otherwise then, with their values of then"
     )
+
+
+Control = Literal["none", "noise", "shuffle", "stale"]
 
 
 class RunConfig(Settings):
@@ -226,7 +273,7 @@ class RunConfig(Settings):
     @field_validator("mirror")
     @classmethod
     def _without_credentials(cls, value: str | None) -> str | None:
-        return None if value is None else storage.checked(value)
+        return None if value is None else uris.checked(value)
 
     @property
     def resolved(self) -> Method:
@@ -419,7 +466,7 @@ def build(
             _set(raw, key, value)
         else:
             raise CrossfedError(f"unknown key {key!r}{nearest(key, [*own_fields, *run_keys])}")
-    if isinstance(raw.get("out"), str) and storage.is_uri(raw["out"]):
+    if isinstance(raw.get("out"), str) and uris.is_uri(raw["out"]):
         raw = {key: value for key, value in raw.items() if key != "out"} | {"mirror": raw["out"]}
     try:
         checked = found.Config.model_validate(own)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from filelock import FileLock
 
 from crossfed.platform.data.text import DEFAULT_ENCODER, MissingText, Progress, embed, make_encoder, missing_rows
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 Array = npt.NDArray[Any]
 

@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from crossfed.platform.data.readers import Source, Table, Texts, read_items, read_table
 from crossfed.platform.data.store import PreparedData, Writer, valid_domain_name
 from crossfed.platform.data.text import join_fields
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 Report = Callable[[str], None]
 Rows = npt.NDArray[np.int64]

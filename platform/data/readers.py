@@ -47,7 +47,7 @@ from openpyxl.utils.exceptions import InvalidFileException
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from crossfed.platform.data.text import join_fields
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 Layout = Literal[
     "amazon-reviews",

@@ -31,7 +31,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from crossfed.platform.method import SERVER, CrossfedError
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.method import SERVER
 
 FORMAT = "crossfed-prepared-data"
 VERSION = 1

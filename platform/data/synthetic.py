@@ -32,7 +32,8 @@ import numpy.typing as npt
 from filelock import FileLock
 
 from crossfed.platform.data.store import PreparedData, Writer
-from crossfed.platform.method import CrossfedError, stream
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.method import stream
 
 VERSION = 1
 """Of the generator; goes into the recipe. Raise it when the same arguments come to give other data."""

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import numpy as np
 import numpy.typing as npt
 
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

@@ -16,10 +16,11 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from crossfed.platform.cluster import connect
-from crossfed.platform.config.settings import Resources
+from crossfed.platform.config.settings import Resources, TrackingSettings
 from crossfed.platform.doctor import probe
 from crossfed.platform.doctor.judge import Report, Wanted
-from crossfed.platform.tracking.tracker import TrackingSettings, redact, resolve_uri
+from crossfed.platform.tracking.tracker import resolve_uri
+from crossfed.platform.uris import redact
 
 PATIENCE = 45.0
 """Seconds that each look at a machine may take."""

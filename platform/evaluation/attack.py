@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 from scipy import sparse
 
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.ranking import top_k
-from crossfed.platform.method import CrossfedError, Interactions
+from crossfed.platform.method import Interactions
 
 TOP_KS = (1, 3, 5)
 """The columns of FedCRF's Table 6."""

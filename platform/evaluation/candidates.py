@@ -17,7 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from crossfed.platform.method import Array, CrossfedError
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.method import Array
 
 _BLOCK_ENTRIES = 2**21  # fixed, since which random number a user gets depends on it
 

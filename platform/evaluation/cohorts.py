@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 NAMES = ("cold", "warm", "active")
 BOUNDS = (7, 15)

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 PER_USER_METRICS: tuple[str, ...] = ("recall", "ndcg", "hit_rate", "mrr", "precision", "map")
 """Metrics with a value per user; the macro value is their mean."""

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.candidates import Candidates, full_id
 from crossfed.platform.evaluation.metrics import macro_metrics, per_user_metrics
-from crossfed.platform.method import Array, CrossfedError
+from crossfed.platform.method import Array
 
 Score = Callable[[npt.NDArray[np.int64]], torch.Tensor]
 """users int64 [b] -> float tensor [b, n_items] on any device."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 Key = TypeVar("Key", bound=Hashable)
 

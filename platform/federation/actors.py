@@ -30,8 +30,9 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from crossfed.platform.cluster import connect
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.node import Artifacts, Node, NodeLost, Plan, Sent
-from crossfed.platform.method import SERVER, CrossfedError, Payload
+from crossfed.platform.method import SERVER, Payload
 
 _KEPT: dict[tuple[Any, ...], dict[str, Any]] = {}
 """Emptied node processes of this trial, by placement."""

@@ -8,13 +8,13 @@ and the privacy account stay those of the honest messages, which leave as always
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import numpy as np
 
-from crossfed.platform.method import Array, CrossfedError, Method, Payload, Scope, stream
+from crossfed.platform.config.settings import Control
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.method import Array, Method, Payload, Scope, stream
 
-Control = Literal["none", "noise", "shuffle", "stale"]
 CONTROLS: tuple[Control, ...] = ("noise", "shuffle", "stale")
 """The controls that replace anything."""
 

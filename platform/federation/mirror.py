@@ -32,42 +32,11 @@ import pyarrow as pa
 from pyarrow import fs
 
 from crossfed.platform.checkpoint import MANIFEST, Checkpoints
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.tracking.spool import RUN_ID
+from crossfed.platform.uris import checked
 
 OWNER, RESULT, CHECKPOINTS = "owner.json", "result.json", "checkpoints"
-_QUERY = ("region", "scheme", "endpoint_override")
-
-
-def is_uri(text: str) -> bool:
-    """Whether a place is given as a URI rather than as a path."""
-    return "://" in text
-
-
-def checked(uri: str) -> str:
-    """A URI without a trailing slash.
-
-    Raises:
-        CrossfedError: it names no place, or holds credentials (which are not repeated).
-    """
-    try:
-        told = urlsplit(uri)
-    except ValueError as error:
-        raise CrossfedError(f"A storage URI looks like s3://bucket/prefix: {error}.") from error
-    if "@" in told.netloc or any(key not in _QUERY for key, _ in parse_qsl(told.query, keep_blank_values=True)):
-        raise CrossfedError(
-            f"A storage URI holds no credentials and no options but {', '.join(_QUERY)}; set AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY, or use ~/.aws."
-        )
-    if not told.scheme or not (told.netloc or told.path.strip("/")):
-        raise CrossfedError(f"{uri!r} is no storage URI such as s3://bucket/prefix.")
-    return told._replace(path=told.path.rstrip("/")).geturl()
-
-
-def join(uri: str, name: str) -> str:
-    """The URI of something below a URI."""
-    told = urlsplit(uri)
-    return told._replace(path=posixpath.join(told.path or "/", name)).geturl()
 
 
 @contextlib.contextmanager

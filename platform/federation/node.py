@@ -21,28 +21,20 @@ import torch
 from safetensors.torch import save_file
 
 from crossfed.platform import checkpoint
+from crossfed.platform.cluster.devices import local_device
 from crossfed.platform.config.settings import RunConfig
 from crossfed.platform.data import splits
 from crossfed.platform.data.store import PreparedData
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation import candidates
 from crossfed.platform.evaluation.attack import popularity_baseline, random_baseline, similarity_attack
 from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.evaluation.ranking import Ranking, rank
+from crossfed.platform.federation import export
 from crossfed.platform.federation.controls import Delivery
 from crossfed.platform.federation.payloads import Entry, Gate, check_metrics, freeze
 from crossfed.platform.federation.privacy import tell_apart
-from crossfed.platform.method import (
-    SERVER,
-    Array,
-    Context,
-    CrossfedError,
-    Interactions,
-    Out,
-    Payload,
-    generators,
-    noise_generator,
-)
-from crossfed.platform.serving import save as served
+from crossfed.platform.method import SERVER, Array, Context, Interactions, Out, Payload, generators, noise_generator
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -288,7 +280,7 @@ class Node:
             path.parent.mkdir(exist_ok=True)
             save_file(tensors, path)
             store = PreparedData.open(self.plan.data)
-            served.write_index(path.parent, self.name, store.user_ids(self.name), store.item_ids(self.name))
+            export.write_index(path.parent, self.name, store.user_ids(self.name), store.item_ids(self.name))
 
     def apply(self, function: Callable[Concatenate[Node, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run `function(self, …)` where this node's data is; what it returns leaves the node."""
@@ -476,22 +468,6 @@ class InProcess:
     def stop(self) -> None:
         self.nodes = {}
         torch.set_num_threads(self._threads)
-
-
-def local_device(config: RunConfig) -> torch.device:
-    """The device of nodes in this process.
-
-    Raises:
-        CrossfedError: a GPU was asked for and there is none.
-    """
-    wanted = config.resources.gpus_per_domain
-    if config.resources.device == "cpu" or not wanted:
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise CrossfedError(
-            f"resources.gpus_per_domain={wanted:g} asks for a GPU, but torch sees none here; set it to 0 to run on the CPU."
-        )
-    return torch.device("cuda", 0)
 
 
 class NodeLost(Exception):

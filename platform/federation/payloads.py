@@ -14,18 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crossfed.platform.method import (
-    SERVER,
-    Array,
-    CrossfedError,
-    Direction,
-    Field,
-    LeakError,
-    Method,
-    MethodConfig,
-    Payload,
-    Stage,
-)
+from crossfed.platform.errors import CrossfedError, LeakError
+from crossfed.platform.method import SERVER, Array, Direction, Field, Method, MethodConfig, Payload, Stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,19 +36,9 @@ from typing import Any
 import numpy as np
 
 from crossfed.platform.config.settings import Privacy
+from crossfed.platform.errors import CrossfedError, LeakError
 from crossfed.platform.federation.payloads import Entry
-from crossfed.platform.method import (
-    SERVER,
-    Array,
-    CrossfedError,
-    Direction,
-    LeakError,
-    Method,
-    MethodConfig,
-    Payload,
-    Release,
-    Stage,
-)
+from crossfed.platform.method import SERVER, Array, Direction, Method, MethodConfig, Payload, Release, Stage
 
 RECORD = "releases.jsonl"
 """The record of a run's perturbed messages, in its directory."""

@@ -15,6 +15,7 @@ from crossfed.platform.checkpoint import Checkpoints, read_json, write_json, wri
 from crossfed.platform.config.settings import Evaluated, RunConfig, build, parse_value
 from crossfed.platform.console import Progress
 from crossfed.platform.data.store import PreparedData
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.metrics import metric_name, parse_metric
 from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.federation.node import Plan
@@ -29,7 +30,7 @@ from crossfed.platform.federation.run import (  # fmt: skip
     run_name,
 )
 from crossfed.platform.federation.runs import CONFIG, DATA, RESULT, TRAINED, finished, stored_config  # fmt: skip
-from crossfed.platform.method import CrossfedError, ranking_keys
+from crossfed.platform.method import ranking_keys
 
 MEASURED = ("evaluation.protocol", "evaluation.ks", "evaluation.metrics")
 """Keys of a run that change what is measured, and neither what was trained nor what was selected."""

@@ -16,11 +16,12 @@ from typing import Any
 
 from crossfed.platform.checkpoint import Checkpoints
 from crossfed.platform.config.settings import RunConfig
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.mirror import Mirror
 from crossfed.platform.federation.node import Measured, Nodes, Plan
 from crossfed.platform.federation.payloads import Entry, ShapeWatch, check_declarations, check_told
 from crossfed.platform.federation.privacy import RECORD, Accountant, check_releases, mend, messages_of, read_lines
-from crossfed.platform.method import SERVER, CrossfedError, Direction, Method, MethodConfig, Phase, Stage
+from crossfed.platform.method import SERVER, Direction, Method, MethodConfig, Phase, Stage
 
 HISTORY, LEDGER = "history.jsonl", "ledger.jsonl"
 FEDERATION = "federation"

@@ -22,20 +22,21 @@ from typing import Any
 import numpy.typing as npt
 import pandas as pd
 
+from crossfed.platform import uris
 from crossfed.platform.checkpoint import read_json, write_json, write_text, writing
 from crossfed.platform.config.settings import RunConfig
 from crossfed.platform.console import Progress, SummaryRow, make_progress
 from crossfed.platform.data import synthetic
 from crossfed.platform.data.artifacts import ArtifactStore, default_root
 from crossfed.platform.data.store import PreparedData
-from crossfed.platform.federation import mirror as storage
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation import privacy
 from crossfed.platform.federation.controls import blame, check_control
 from crossfed.platform.federation.mirror import Mirror
 from crossfed.platform.federation.node import Artifacts, InProcess, Measured, NodeLost, Nodes, Plan
 from crossfed.platform.federation.rounds import HISTORY, LEDGER, Round, Rounds
 from crossfed.platform.federation.runs import CONFIG, DATA, RESULT, TRAINED, stored_config
-from crossfed.platform.method import CrossfedError, Direction, Scope
+from crossfed.platform.method import Direction, Scope
 from crossfed.platform.report.recording import record, told_share, track
 from crossfed.platform.tokeniser import tokenise
 from crossfed.platform.tracking.spool import RUN_ID
@@ -270,7 +271,7 @@ def _mirror(config: RunConfig, run_dir: Path, view: Progress) -> Mirror | None:
     logs: tuple[str, ...] = (HISTORY, LEDGER, privacy.RECORD)
     if config.tracking.uri is not None:  # a store that another machine finds, too
         logs += (RUN_ID,)
-    mirror = Mirror(storage.join(config.mirror, run_dir.name), run_dir, logs, view.warn)
+    mirror = Mirror(uris.join(config.mirror, run_dir.name), run_dir, logs, view.warn)
     mirror.start()
     view.note(f"copied to  {mirror.uri}")
     return mirror

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from crossfed.platform.checkpoint import Checkpoints, read_json
 from crossfed.platform.config.settings import RunConfig, build
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation import mirror, privacy
 from crossfed.platform.federation.node import Plan
 from crossfed.platform.federation.rounds import LEDGER
-from crossfed.platform.method import CrossfedError
 
 CONFIG, DATA, RESULT = "config.yaml", "data.json", "result.json"
 TRAINED = "trained.json"

@@ -24,10 +24,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from crossfed.platform.checkpoint import read_json
 from crossfed.platform.config.settings import Privacy, RunConfig, build, first_error
 from crossfed.platform.console import Progress
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.controls import CONTROLS
 from crossfed.platform.federation.run import Finish, run_federation
 from crossfed.platform.federation.runs import RESULT, finished, stored_config
-from crossfed.platform.method import CrossfedError
 from crossfed.platform.registry import find_method, method_file, nearest
 
 LOCAL, HONEST = "local", "honest"

@@ -18,9 +18,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from crossfed.platform.checkpoint import writing
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.cohorts import BOUNDS, NAMES, by_activity
 from crossfed.platform.evaluation.protocols import told_protocol
-from crossfed.platform.method import CrossfedError
 from crossfed.platform.registry import find_method, nearest
 from crossfed.platform.report.comparison import Compared, comparison
 from crossfed.platform.report.effects import grouped, per_user

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.metrics import metric_name
 from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.evaluation.significance import Comparison
-from crossfed.platform.method import CrossfedError
 from crossfed.platform.report.effects import (
     LEVEL,
     OVER_SEEDS,

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.significance import Comparison, compare, holm
-from crossfed.platform.method import CrossfedError
 from crossfed.platform.report.finished import Finished, Split
 
 LEVEL = 0.05

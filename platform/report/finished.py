@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 import yaml
 
+from crossfed.platform import uris
 from crossfed.platform.checkpoint import read_json
-from crossfed.platform.config.settings import RunConfig
+from crossfed.platform.config.settings import RunConfig, TrackingSettings
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.runs import RESULT, find_run
-from crossfed.platform.method import CrossfedError
 from crossfed.platform.registry import find_method
 from crossfed.platform.tracking import tracker
 from crossfed.platform.tracking.spool import RUN_ID
@@ -313,7 +314,7 @@ def search(query: str, out: Path, uri: str | None, copies: Path) -> list[tuple[P
         CrossfedError: the store is away, the filter is not understood or finds nothing, or a run has not finished or left no
             result there.
     """
-    store = tracker.resolve_uri(tracker.TrackingSettings(uri=uri), out)
+    store = tracker.resolve_uri(TrackingSettings(uri=uri), out)
     found = []
     with tracker.reading(store) as client:
         experiments = [experiment.experiment_id for experiment in client.search_experiments()]
@@ -326,7 +327,7 @@ def search(query: str, out: Path, uri: str | None, copies: Path) -> list[tuple[P
             if not token:
                 break
         if not runs:
-            raise CrossfedError(f"No run in {tracker.redact(store)} fits the filter {query!r}.")
+            raise CrossfedError(f"No run in {uris.redact(store)} fits the filter {query!r}.")
         if open_ := [
             f"{run.info.run_name} ({run.info.status.lower()})" for run in runs if run.info.status != "FINISHED"
         ]:
@@ -340,7 +341,7 @@ def search(query: str, out: Path, uri: str | None, copies: Path) -> list[tuple[P
             there = {entry.path for entry in client.list_artifacts(run.info.run_id)}
             if RESULT not in there:
                 raise CrossfedError(
-                    f"{run.info.run_name} left no {RESULT} in {tracker.redact(store)}: it ran with tracking.artifacts=false, or "
+                    f"{run.info.run_name} left no {RESULT} in {uris.redact(store)}: it ran with tracking.artifacts=false, or "
                     "what it recorded still waits on its disk (crossfed replay)."
                 )
             for name in there.intersection(_COPIED):

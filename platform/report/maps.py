@@ -13,9 +13,10 @@ from threadpoolctl import threadpool_limits
 from crossfed.platform import checkpoint
 from crossfed.platform.data.artifacts import ArtifactStore
 from crossfed.platform.data.store import PreparedData
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.run import resolve_data
 from crossfed.platform.federation.runs import stored_config
-from crossfed.platform.method import SERVER, Array, CrossfedError
+from crossfed.platform.method import SERVER, Array
 from crossfed.platform.report.analyses import Analysis, about
 from crossfed.platform.report.figures import MARKERS, About, below, cosines, panels, styles
 from crossfed.platform.report.figures import prototypes as prototype_figure

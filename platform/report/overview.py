@@ -10,10 +10,10 @@ import pandas as pd
 import yaml
 
 from crossfed.platform.console import size, span
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.federation.privacy import read_lines, summary
 from crossfed.platform.federation.runs import stored_config
-from crossfed.platform.method import CrossfedError
 from crossfed.platform.report import analyses, rounds
 from crossfed.platform.report.audit import crossed
 from crossfed.platform.report.comparison import comparison

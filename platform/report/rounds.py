@@ -16,8 +16,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from crossfed.platform.console import size, span
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.privacy import read_lines
-from crossfed.platform.method import SERVER, CrossfedError
+from crossfed.platform.method import SERVER
 from crossfed.platform.report.analyses import Analysis, about
 from crossfed.platform.report.effects import grouped
 from crossfed.platform.report.figures import COLOURS, GREY, below, panels, styles

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.report.analyses import Analysis, about, file_name
 from crossfed.platform.report.effects import grouped, value
 from crossfed.platform.report.figures import below, no_closer, panels, styles

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.metrics import metric_name
 from crossfed.platform.evaluation.significance import compare, holm
 from crossfed.platform.federation.transfer import ARMS, HONEST, LOCAL, Arm
-from crossfed.platform.method import CrossfedError
 from crossfed.platform.report.effects import LEVEL, per_user, value
 from crossfed.platform.report.finished import Finished, check_comparable, load_runs
 from crossfed.platform.report.tables import ABSENT, Cell, Column, Grid, p_value, pretty, spread

@@ -12,7 +12,7 @@ from mlflow.models import ModelSignature
 from mlflow.pyfunc.model import PythonModel
 from mlflow.types.schema import Array, ColSpec, DataType, Schema
 
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.serving.save import DomainModel, K
 
 SIGNATURE = ModelSignature(

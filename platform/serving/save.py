@@ -11,9 +11,7 @@ is asked for. That is a pseudonym, not secrecy: whoever holds the model can test
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.federation.export import files, user_digest
 
 K = 10
 """How many items are recommended where the request does not say."""
@@ -39,30 +38,6 @@ Scorer = Callable[[npt.NDArray[np.int64]], torch.Tensor]
 
 
 # -- who and what: written by the domain itself ------------------------------------------------------------------
-
-
-def write_index(folder: Path, domain: str, user_ids: Iterable[str], item_ids: Sequence[str]) -> None:
-    """Write `<domain>.users.parquet` (digests of user ids, and their key) and `<domain>.items.parquet` (item ids).
-
-    Args:
-        user_ids, item_ids: the source's ids, in row order.
-    """
-    key = secrets.token_bytes(16)
-    digests = np.array([_digest(key, user) for user in user_ids], np.int64)
-    order = np.argsort(digests, kind="stable")
-    _, users, items = files(folder, domain)
-    table = pa.table({"digest": digests[order], "row": order.astype(np.int64)})
-    pq.write_table(table.replace_schema_metadata({"key": key.hex()}), users)
-    pq.write_table(pa.table({"id": pa.array(item_ids, pa.string())}), items)
-
-
-def _digest(key: bytes, user: str) -> int:
-    return int.from_bytes(hashlib.blake2b(user.encode(), digest_size=8, key=key).digest(), "little", signed=True)
-
-
-def files(folder: Path, domain: str) -> tuple[Path, ...]:
-    """What a domain's model consists of, beside the run's `config.yaml`: tensors, user index, item ids."""
-    return tuple(folder / f"{domain}.{ending}" for ending in ("safetensors", "users.parquet", "items.parquet"))
 
 
 # -- recommending ------------------------------------------------------------------------------------------------
@@ -117,7 +92,7 @@ class DomainModel:
 
     def row(self, user: str) -> int | None:
         """The row number of a user; None for one that the model does not know."""
-        digest = _digest(self._key, user)
+        digest = user_digest(self._key, user)
         place = int(np.searchsorted(self._digests, digest))
         return int(self._rows[place]) if place < len(self._rows) and self._digests[place] == digest else None
 

@@ -19,8 +19,8 @@ from ray.train.torch import TorchTrainer, get_device, prepare_model
 from crossfed.platform import checkpoint
 from crossfed.platform.cluster import connect
 from crossfed.platform.config.settings import Resources
-from crossfed.platform.method import CrossfedError
-from crossfed.platform.tokeniser import tokenise
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.tokeniser import spec
 
 
 def in_a_trial() -> bool:
@@ -31,9 +31,7 @@ def in_a_trial() -> bool:
     return bool(ray.is_initialized()) and ray.util.get_current_placement_group() is not None
 
 
-def train(
-    spec: tokenise.Spec, x: torch.Tensor, out: Path, key: str, resources: Resources
-) -> Mapping[str, torch.Tensor]:
+def train(spec: spec.Spec, x: torch.Tensor, out: Path, key: str, resources: Resources) -> Mapping[str, torch.Tensor]:
     """Train an RQ-VAE on `spec.workers` workers; returns its parameters.
 
     With one worker on a CPU the numbers are those of `tokeniser.train_here`, bit for bit. A lost worker, and a training of the
@@ -104,7 +102,7 @@ def _worker(told: dict[str, Any]) -> None:
     context, spec = ray.train.get_context(), told["spec"]
     torch.set_num_threads(told["threads"])
     x = torch.from_numpy(ray.get(told["x"]).copy())
-    training = tokenise.start(
+    training = spec.start(
         spec, x, get_device(), wrap=prepare_model, rank=context.get_world_rank(), workers=context.get_world_size()
     )
     kept = ray.train.get_checkpoint()
@@ -113,7 +111,7 @@ def _worker(told: dict[str, Any]) -> None:
             training.load_state_dict(checkpoint.load(Path(folder) / "training"))
     while training.done < spec.epochs:
         losses = training.epoch()
-        if training.done % tokenise.EVERY and training.done < spec.epochs:
+        if training.done % spec.EVERY and training.done < spec.epochs:
             continue
         with tempfile.TemporaryDirectory() as folder:
             state = None

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 SPOOL = "tracking-spool.jsonl"
 """Entries that wait for the store, one JSON object a line."""

@@ -28,17 +28,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, field_validator
-
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.tracking.spool import REFUSED, STATE, Spool, State, now
 from crossfed.platform.tracking.store import TAG_LIMIT, RefusedError, Store, bounded, probe, sqlite_path, words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from mlflow import MlflowClient
+from crossfed.platform.config.settings import TrackingSettings
+from crossfed.platform.uris import redact
 
 _NAME_LIMIT = 250
 _PARAM_LIMIT = 6000
@@ -46,47 +46,6 @@ _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _LOG = logging.getLogger("crossfed.tracking")
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-
-
-class TrackingSettings(BaseModel):
-    """The `tracking:` block of a run's configuration.
-
-    Args:
-        enabled: record the run in MLflow at all.
-        uri: `http(s)://…` of an MLflow server, or a database (`sqlite:///PATH`, `postgresql://…`). None takes the
-            environment variable MLFLOW_TRACKING_URI, and without it `mlflow.db` in the folder that holds the runs.
-        experiment: name of the MLflow experiment.
-        require: refuse to start when the store is out of reach, instead of spooling.
-        system_metrics: record CPU, memory and free disk of the driving machine once per round.
-        parent_run_id: the MLflow run under which this one is shown (a study).
-        params: which of the method's values are the run's parameters, e.g. those that a study searches; None means all.
-        tags: added to the run's own tags.
-        artifacts: record files, figures and models besides metrics; they stay in the run's directory otherwise.
-        register_models: make each domain's model a new version of the registered model METHOD-DATA-DOMAIN.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    enabled: bool = True
-    uri: str | None = None
-    experiment: str = "crossfed"
-    require: bool = False
-    system_metrics: bool = True
-    parent_run_id: str | None = None
-    params: tuple[str, ...] | None = None
-    tags: dict[str, str] = {}
-    artifacts: bool = True
-    register_models: bool = False
-
-    @field_validator("uri")
-    @classmethod
-    def _without_password(cls, value: str | None) -> str | None:
-        if value is not None and redact(value) != value:
-            raise ValueError(
-                "a password does not belong in a run's files: set MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and "
-                "MLFLOW_TRACKING_PASSWORD, in the environment"
-            )
-        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +121,6 @@ def resolve_uri(settings: TrackingSettings, out: Path) -> str:
         f"{where} is '{redact(uri)}', which is no store that MLflow still supports: give a database such as "
         "sqlite:///runs/mlflow.db, or the address of a server such as http://localhost:5000"
     )
-
-
-def redact(uri: str) -> str:
-    """The URI without user name and password."""
-    parts = urlsplit(uri)
-    if "@" not in parts.netloc:
-        return uri
-    return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
 
 
 class Tracker:

@@ -177,9 +177,7 @@ def measure(root: Path) -> dict[str, object]:
         "circles": [" ".join(circle) for circle in circles(edges)],
         "imports that run up": [" -> ".join(edge) for edge in running_up(edges)],
         f"lines over {LONG_LINE} columns": f"{long} of {lines} ({long / lines:.1%})",
-        f"modules over {LONG_MODULE} lines": {
-            name: length for name, length in lengths.items() if length > LONG_MODULE
-        },
+        f"modules over {LONG_MODULE} lines": {name: length for name, length in lengths.items() if length > LONG_MODULE},
         "reads of results by string keys": result_reads(known),
         "words": {word: assigned(known, word) for word in WORDS},
     }

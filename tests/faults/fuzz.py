@@ -32,7 +32,7 @@ sys.path.insert(
 from faults.attacks import TARGETS
 from faults.mutator import Mutator
 
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 HANG = 20.0
 """Seconds of computing after which an input counts as a hang."""

@@ -34,11 +34,12 @@ from contract.test_methods import METHODS, small  # noqa: E402
 
 from crossfed.platform.checkpoint import write_json  # noqa: E402
 from crossfed.platform.config.settings import RunConfig  # noqa: E402
+from crossfed.platform.errors import CrossfedError  # noqa: E402
 from crossfed.platform.federation.final import test_once  # noqa: E402
 from crossfed.platform.federation.rounds import Round  # noqa: E402
 from crossfed.platform.federation.run import run_federation  # noqa: E402
 from crossfed.platform.federation.runs import stored_config  # noqa: E402
-from crossfed.platform.method import SERVER, CrossfedError, Scope  # noqa: E402
+from crossfed.platform.method import SERVER, Scope  # noqa: E402
 from crossfed.platform.registry import find_method  # noqa: E402
 
 DOMAINS = ("books", "films", "games")

@@ -12,9 +12,9 @@ import pytest
 
 from crossfed.platform.checkpoint import Checkpoints
 from crossfed.platform.config.settings import RunConfig, build
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import stored_config
-from crossfed.platform.method import CrossfedError
 
 NODES = ("server", "books", "films", "games")
 

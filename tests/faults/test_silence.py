@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from crossfed.platform.config.settings import RunConfig, build
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import stored_config
-from crossfed.platform.method import CrossfedError
 
 
 def config(shops: Path, out: Path, marker: Path, *sets: str, backend: str = "ray") -> RunConfig:

@@ -44,18 +44,9 @@ from crossfed.methods.parts.averaging import COUNT, average, volume_weights, wei
 from crossfed.methods.parts.generative import schedule
 from crossfed.methods.parts.next_item import n_targets
 from crossfed.platform.config.settings import build
+from crossfed.platform.errors import CrossfedError, LeakError
 from crossfed.platform.federation.payloads import Gate
-from crossfed.platform.method import (
-    Context,
-    CrossfedError,
-    Direction,
-    Interactions,
-    LeakError,
-    Out,
-    Phase,
-    Scope,
-    generators,
-)
+from crossfed.platform.method import Context, Direction, Interactions, Out, Phase, Scope, generators
 
 NAMES = ("books", "films", "games")
 SIZES = {"books": (24, 14), "films": (30, 12), "games": (18, 15)}

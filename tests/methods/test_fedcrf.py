@@ -21,7 +21,8 @@ from crossfed.methods import fedcrf
 from crossfed.methods.fedcrf import METHOD, Config, Domain, Server
 from crossfed.methods.parts.losses import info_nce
 from crossfed.methods.parts.sampling import bpr_epoch
-from crossfed.platform.method import SERVER, Context, CrossfedError, Interactions, Out, generators
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.method import SERVER, Context, Interactions, Out, generators
 
 SIZES = {"north": (14, 18), "south": (11, 15)}
 WIDTH = 12

@@ -12,8 +12,9 @@ from crossfed.methods import fedsasrec
 from crossfed.methods.fedsasrec import METHOD, SHARING, Config
 from crossfed.methods.parts.averaging import COUNT
 from crossfed.methods.parts.next_item import NextItem, n_targets, user_vectors
+from crossfed.platform.errors import LeakError
 from crossfed.platform.federation.payloads import Gate
-from crossfed.platform.method import Context, Direction, Interactions, LeakError, Phase, Scope, generators
+from crossfed.platform.method import Context, Direction, Interactions, Phase, Scope, generators
 
 NAMES = ("books", "films", "games")
 SMALL = {"dim": 8, "heads": 2, "inner": 12, "length": 6, "batch_size": 8, "dropout": 0.0}

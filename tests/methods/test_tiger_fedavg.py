@@ -12,8 +12,9 @@ from crossfed.methods.parts.averaging import COUNT
 from crossfed.methods.parts.generative import Generator, schedule
 from crossfed.methods.parts.next_item import n_targets
 from crossfed.methods.tiger_fedavg import METHOD, SHARING, Config
+from crossfed.platform.errors import LeakError
 from crossfed.platform.federation.payloads import Gate
-from crossfed.platform.method import Context, Direction, Interactions, LeakError, Phase, Scope, generators
+from crossfed.platform.method import Context, Direction, Interactions, Phase, Scope, generators
 
 NAMES = ("books", "films")
 SIZES = {"books": (24, 14), "films": (15, 12)}

@@ -17,11 +17,11 @@ from crossfed.platform import checkpoint
 from crossfed.platform.checkpoint import Checkpoints
 from crossfed.platform.config.settings import build
 from crossfed.platform.console import Progress
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.node import InProcess, Plan
 from crossfed.platform.federation.rounds import Round
 from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import stored_config
-from crossfed.platform.method import CrossfedError
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("server", "books", "films", "games")

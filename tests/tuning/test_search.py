@@ -17,9 +17,9 @@ from optuna.trial import TrialState
 
 from crossfed.platform.checkpoint import read_json
 from crossfed.platform.config.settings import RunConfig, build
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.run import run_federation
-from crossfed.platform.method import CrossfedError
 from crossfed.tuning.placement import slots
 from crossfed.tuning.search import go_on, start, tune_all
 from crossfed.tuning.study import Search, Study

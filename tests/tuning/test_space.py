@@ -9,7 +9,7 @@ import optuna
 import pytest
 
 from crossfed.platform.config.settings import build, declared_search
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.tuning.space import Choice, Range, changes, sample, space, with_first
 
 

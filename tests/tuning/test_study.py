@@ -11,7 +11,7 @@ from optuna.trial import TrialState
 from pydantic import ValidationError
 
 from crossfed.platform.config.settings import RunConfig, build
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.tuning.study import Search, Study, find_study, grace_rounds, make_sampler, quality, total_rounds
 
 SPACE = {"step": {"low": 0.1, "high": 1.0}, "dim": [2, 3, 4]}

@@ -25,7 +25,7 @@ from typing import Any, Literal, Self
 import optuna
 
 from crossfed.platform.console import number, size
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.report.figures import pretty
 
 Status = Literal["finished", "pruned", "failed", "killed", "running", "waiting", "unknown"]

@@ -29,7 +29,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, ScalarFormatter
 
 from crossfed.platform.console import size
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.report.figures import COLOURS, GREY, MARKERS, panels, pretty, save
 from crossfed.tuning.report.facts import Status, StudyFacts, TrialFacts, importance, many, setting, short, wrapped
 

@@ -20,7 +20,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from crossfed.platform.console import number, span
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.report.tables import Cell, Grid
 from crossfed.platform.report.tables import Column as GridColumn
 from crossfed.tuning.report.facts import (

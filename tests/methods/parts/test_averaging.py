@@ -18,19 +18,9 @@ from crossfed.methods.parts.averaging import (
     volume_weights,
     weighted_average,
 )
+from crossfed.platform.errors import CrossfedError, LeakError
 from crossfed.platform.federation.payloads import Gate
-from crossfed.platform.method import (
-    Context,
-    CrossfedError,
-    Direction,
-    Interactions,
-    LeakError,
-    Method,
-    MethodConfig,
-    Out,
-    Stage,
-    generators,
-)
+from crossfed.platform.method import Context, Direction, Interactions, Method, MethodConfig, Out, Stage, generators
 
 CPU = torch.device("cpu")
 SHARING = Sharing({"body.*": "the body", "scale": "a scale"})

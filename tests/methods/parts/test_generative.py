@@ -21,7 +21,8 @@ from crossfed.methods.parts.generative import (
     schedule,
     sid_loss,
 )
-from crossfed.platform.method import Context, CrossfedError, Interactions, generators
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.method import Context, Interactions, generators
 
 C, LEVELS, ITEMS, USERS = 4, 3, 15, 20
 SMALL = {

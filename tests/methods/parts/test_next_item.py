@@ -24,7 +24,8 @@ from crossfed.methods.parts.next_item import (
 from crossfed.methods.parts.sampling import draw_negatives
 from crossfed.methods.parts.sequences import batches, windows
 from crossfed.platform import checkpoint
-from crossfed.platform.method import Context, CrossfedError, Interactions, generators
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.method import Context, Interactions, generators
 
 CPU = torch.device("cpu")
 

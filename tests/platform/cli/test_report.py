@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from crossfed.platform.checkpoint import read_json
 from crossfed.platform.cli.main import app
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from made_runs import make_run, users
 
 

@@ -15,7 +15,7 @@ from ray.tune.search import Searcher
 from crossfed.platform.cli import main
 from crossfed.platform.config.settings import build
 from crossfed.platform.data.store import PreparedData
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.tuning import search as searching
 from crossfed.tuning.placement import slots
 from crossfed.tuning.ray_tune import Ask, Halt, Judge

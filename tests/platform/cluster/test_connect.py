@@ -15,9 +15,10 @@ import pytest
 
 from crossfed.platform.cluster import connect as cluster
 from crossfed.platform.cluster.connect import SERVER_RESOURCE, Share, connect, preflight, reach, shares
+from crossfed.platform.cluster.devices import local_device
 from crossfed.platform.config.settings import Resources, build
-from crossfed.platform.federation.node import local_device
-from crossfed.platform.method import SERVER, CrossfedError
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.method import SERVER
 
 NODES = (SERVER, "books", "films", "games")
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from crossfed.platform.cli.main import app
 from crossfed.platform.cluster.files import TEMPLATES, Problem, check, template
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCHED = tuple(name for name in TEMPLATES if name != "kuberay")

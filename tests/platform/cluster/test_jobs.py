@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from crossfed.platform.cli.main import app
 from crossfed.platform.cluster import jobs as ray_jobs
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 # -- the command -----------------------------------------------------------------------------------------------------
 

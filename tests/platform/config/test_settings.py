@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from crossfed.platform.config.settings import RunConfig, build, parse_value
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.registry import method_file
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from crossfed.platform.data import artifacts
 from crossfed.platform.data.artifacts import ArtifactStore, text_key
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 TEXTS = ["soft blue towel", "", "cast iron pan"]
 

@@ -15,7 +15,7 @@ from crossfed.platform.data.prepare import Counts, Recipe, core, load_spec, prep
 from crossfed.platform.data.splits import assign
 from crossfed.platform.data.stats import overlaps, table
 from crossfed.platform.data.store import PreparedData
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 SHARED = Path(os.environ.get("CROSSFED_SHARED_DATA", Path(__file__).parents[4] / "shared" / "data"))
 

@@ -18,7 +18,7 @@ from openpyxl import Workbook
 from pydantic import ValidationError
 
 from crossfed.platform.data.readers import Source, Table, read_items, read_table
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 REVIEW_2014 = (
     '{"reviewerID": "A1", "asin": "B000000001", "helpful": [0, 1], "reviewText": "so \\"so\\"", "overall": 4.0, '

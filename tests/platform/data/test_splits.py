@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossfed.platform.data.splits import SPLITS, assign, check_leakage, ratio_counts, share_of
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 
 def recbole_counts(n: int, ratios: tuple[float, ...] = (0.8, 0.1, 0.1)) -> list[int]:

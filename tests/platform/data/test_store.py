@@ -12,7 +12,7 @@ import pytest
 
 from crossfed.platform.data import store
 from crossfed.platform.data.store import PreparedData, Writer
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 # user, item, time as handed over: user 1 has a tie at time 5 (items 2, 0 in that order)
 USERS, ITEMS, TIMES = [1, 0, 1, 0, 1], [2, 1, 0, 0, 1], [5, 9, 5, 3, 1]

@@ -15,7 +15,7 @@ import pytest
 from crossfed.platform.data.artifacts import ArtifactStore
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.data.synthetic import PRESETS, ensure, generate, shops
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 
 def hashes(folder: Path) -> dict[str, str]:

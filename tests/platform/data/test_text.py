@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from crossfed.platform.data.text import clean_text, embed, join_fields, make_encoder
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.attack import TOP_KS, popularity_baseline, random_baseline, similarity_attack
-from crossfed.platform.method import CrossfedError, Interactions
+from crossfed.platform.method import Interactions
 
 
 def interactions(users_of: list[list[int]], n_users: int) -> Interactions:

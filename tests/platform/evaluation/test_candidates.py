@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 from scipy import stats
 
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation import candidates
 from crossfed.platform.evaluation.candidates import draw, load_or_draw
-from crossfed.platform.method import CrossfedError
 
 
 def known_items(rng, n_users, n_items, most):

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from statsmodels.stats.weightstats import DescrStatsW
 
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.cohorts import by_activity
-from crossfed.platform.method import CrossfedError
 
 
 def test_bounds_of_the_paper():

@@ -9,6 +9,7 @@ from math import log2
 import numpy as np
 import pytest
 
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.metrics import (
     METRICS,
     PER_USER_METRICS,
@@ -17,7 +18,6 @@ from crossfed.platform.evaluation.metrics import (
     parse_metric,
     per_user_metrics,
 )
-from crossfed.platform.method import CrossfedError
 
 RANX = {
     "recall": "recall",

@@ -1,7 +1,7 @@
 import pytest
 
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.protocols import PROTOCOLS, get_protocol
-from crossfed.platform.method import CrossfedError
 
 
 @pytest.mark.parametrize(

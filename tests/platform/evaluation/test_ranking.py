@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.candidates import Candidates
 from crossfed.platform.evaluation.metrics import per_user_metrics
 from crossfed.platform.evaluation.ranking import Ranking, rank
-from crossfed.platform.method import CrossfedError
 
 
 def csr(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -6,8 +6,8 @@ from scipy import stats
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import DescrStatsW
 
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.significance import compare, holm
-from crossfed.platform.method import CrossfedError
 
 
 def test_users_are_paired_by_row_number():

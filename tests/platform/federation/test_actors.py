@@ -10,9 +10,9 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from crossfed.platform.config.settings import Resources
+from crossfed.platform.errors import CrossfedError, LeakError
 from crossfed.platform.federation import actors as ray_nodes
 from crossfed.platform.federation.node import NodeLost
-from crossfed.platform.method import CrossfedError, LeakError
 
 
 @dataclass(eq=False)

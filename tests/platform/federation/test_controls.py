@@ -11,11 +11,11 @@ import pandas as pd
 import pytest
 
 from crossfed.platform.config.settings import RunConfig, build
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.controls import CONTROLS, Delivery, noise, shuffle
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.run import RunResult, run_federation
 from crossfed.platform.federation.runs import stored_config
-from crossfed.platform.method import CrossfedError
 from crossfed.platform.report import figures
 from crossfed.platform.report.effects import grouped
 from crossfed.platform.report.finished import load_runs

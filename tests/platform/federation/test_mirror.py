@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
+from crossfed.platform import uris
 from crossfed.platform.config.settings import RunConfig, build
 from crossfed.platform.console import make_progress
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation import mirror
 from crossfed.platform.federation.mirror import Mirror
 from crossfed.platform.federation.rounds import Round
 from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import fetch_run, stored_config
-from crossfed.platform.method import CrossfedError
 
 
 class Stop(Exception):
@@ -194,7 +195,7 @@ def test_out_may_be_a_uri() -> None:
     plain, mirrored = build("toys:AVERAGE"), build("toys:AVERAGE", values={"out": "s3://bucket/prefix/"})
     assert mirrored.mirror == "s3://bucket/prefix" and mirrored.out == plain.out
     assert mirrored.hash() == plain.hash()
-    assert mirror.join("s3://bucket/prefix?region=eu-west-1", "run") == "s3://bucket/prefix/run?region=eu-west-1"
+    assert uris.join("s3://bucket/prefix?region=eu-west-1", "run") == "s3://bucket/prefix/run?region=eu-west-1"
     with pytest.raises(CrossfedError, match="'bucket' is no storage URI"):
         build("toys:AVERAGE", sets=["mirror=bucket"])
 

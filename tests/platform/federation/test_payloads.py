@@ -11,9 +11,10 @@ import torch
 
 import toys
 from crossfed.platform.config.settings import build
+from crossfed.platform.errors import CrossfedError, LeakError
 from crossfed.platform.federation.node import InProcess, Plan
 from crossfed.platform.federation.payloads import Entry, Gate, check_declarations, check_metrics, check_told, freeze
-from crossfed.platform.method import SERVER, CrossfedError, Direction, Field, LeakError, Stage
+from crossfed.platform.method import SERVER, Direction, Field, Stage
 
 STAGE = Stage("s", 1, (), edges=toys.STAR)
 

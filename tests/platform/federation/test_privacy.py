@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import toys
 from crossfed.platform.cli.main import app
 from crossfed.platform.config.settings import Privacy, RunConfig, build
+from crossfed.platform.errors import CrossfedError, LeakError
 from crossfed.platform.federation.node import InProcess, NodeLost, Sent
 from crossfed.platform.federation.payloads import Entry
 from crossfed.platform.federation.privacy import (
@@ -36,7 +37,7 @@ from crossfed.platform.federation.privacy import (
 from crossfed.platform.federation.rounds import Round, check_method
 from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import privacy_account, stored_config
-from crossfed.platform.method import CrossfedError, Direction, LeakError, Release, noise_generator
+from crossfed.platform.method import Direction, Release, noise_generator
 
 SHOPS = ("books", "films", "games")
 LAPLACE = Release("talk", ("x",), "laplace", "one interaction", 2.0, 1.0, 2.0, count=32)  # ε = 2 each, ε₀ = 2

@@ -16,6 +16,7 @@ from crossfed.platform.checkpoint import read_json, write_json
 from crossfed.platform.cli.main import app
 from crossfed.platform.config.settings import build
 from crossfed.platform.data.store import PreparedData
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation import candidates
 from crossfed.platform.evaluation.protocols import PROTOCOLS, Protocol
 from crossfed.platform.federation import run as run_module
@@ -23,7 +24,7 @@ from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.reevaluate import evaluate, evaluation_config
 from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import find_run, load_scorer, stored_config
-from crossfed.platform.method import CrossfedError, ranking_keys
+from crossfed.platform.method import ranking_keys
 from crossfed.platform.report.finished import check_comparable, load_runs
 
 FEW = Protocol("leave-one-out-9", "leave-one-out", 9, "As leave-one-out, but among 9 sampled items.")

@@ -15,11 +15,11 @@ import torch
 
 from crossfed.platform.config.settings import RunConfig, build
 from crossfed.platform.data.store import PreparedData
+from crossfed.platform.errors import CrossfedError, LeakError
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.rounds import Round
 from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import load_scorer, stored_config
-from crossfed.platform.method import CrossfedError, LeakError
 
 
 def config(method: str, shops: Path, out: Path, *sets: str, backend: str = "inprocess", seed: int = 0) -> RunConfig:

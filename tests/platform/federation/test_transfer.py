@@ -14,12 +14,12 @@ from scipy import stats
 
 from crossfed.platform.checkpoint import read_json, write_json
 from crossfed.platform.config.settings import RunConfig, build
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation import transfer
 from crossfed.platform.federation.controls import CONTROLS
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.transfer import ARMS, Arm, LocalVariant, local_variant, run_arms
-from crossfed.platform.method import CrossfedError
 from crossfed.platform.report.transfer import gains, measure, sentences, table
 from toy_controls import twins
 

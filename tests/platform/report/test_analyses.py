@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from statsmodels.stats.weightstats import DescrStatsW
 
 from crossfed.platform import checkpoint
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.report import analyses, maps, sensitivity
 from crossfed.platform.report import rounds as courses
 from crossfed.platform.report.comparison import comparison

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from crossfed.platform.checkpoint import read_json
 from crossfed.platform.cli.main import app
 from crossfed.platform.config.settings import build
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation import transfer
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.run import run_federation
-from crossfed.platform.method import CrossfedError
 from crossfed.platform.report.audit import attack, audit, crossed
 from crossfed.platform.report.page import Page, Section, write
 from crossfed.platform.report.tables import Cell, Column, Grid

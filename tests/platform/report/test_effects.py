@@ -15,7 +15,7 @@ from scipy import stats
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import DescrStatsW
 
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.report.comparison import comparison
 from crossfed.platform.report.effects import baselines_of, default_metrics
 from crossfed.platform.report.finished import Finished, load_runs

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.config.settings import TrackingSettings
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.report.finished import check_comparable, gather, load_runs, relabelled
-from crossfed.platform.tracking.tracker import Tracker, TrackingSettings
+from crossfed.platform.tracking.tracker import Tracker
 from made_runs import make_run, users
 
 

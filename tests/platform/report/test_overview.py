@@ -15,11 +15,11 @@ import yaml
 from typer.testing import CliRunner
 
 from crossfed.platform.cli.main import app
-from crossfed.platform.config.settings import build
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.config.settings import TrackingSettings, build
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.report.finished import load_runs
 from crossfed.platform.report.overview import overview
-from crossfed.platform.tracking.tracker import Tracker, TrackingSettings, add_artifact, reading
+from crossfed.platform.tracking.tracker import Tracker, add_artifact, reading
 from crossfed.tuning.scheduler import final_name
 from made_runs import make_run, users
 

@@ -25,9 +25,10 @@ from typer.testing import CliRunner
 from crossfed.platform.cli.main import app
 from crossfed.platform.config.settings import build
 from crossfed.platform.data.store import PreparedData
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.federation import export
 from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import load_scorer
-from crossfed.platform.method import CrossfedError
 from crossfed.platform.serving import save
 from crossfed.platform.serving.save import DomainModel
 
@@ -176,7 +177,7 @@ def test_digests_tell_users_apart_and_differ_from_run_to_run(tmp_path: Path) -> 
     told = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        save.write_index(tmp_path / name, "shop", users, ["i0"])
+        export.write_index(tmp_path / name, "shop", users, ["i0"])
         told.append(set(pd.read_parquet(tmp_path / name / "shop.users.parquet")["digest"]))
     assert len(told[0]) == len(users) and not told[0] & told[1]
 

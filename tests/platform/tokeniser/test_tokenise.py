@@ -21,11 +21,11 @@ from crossfed.platform.config.settings import RunConfig, build
 from crossfed.platform.console import Progress, make_progress
 from crossfed.platform.data.artifacts import default_root
 from crossfed.platform.data.store import PreparedData, Writer
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.run import make_artifacts, run_federation
-from crossfed.platform.method import CrossfedError
 from crossfed.platform.tokeniser import tokenise as tokeniser
+from crossfed.platform.tokeniser.spec import Spec, make
 from crossfed.platform.tokeniser.tokenise import (
-    Spec,
     codebook_use,
     collision_rate,
     describe,
@@ -432,7 +432,7 @@ def test_two_workers_agree_with_one_and_an_interrupted_training_goes_on(
     }
     errors = {}
     for workers, state in states.items():
-        model = tokeniser.make(one, 12)
+        model = make(one, 12)
         model.load_state_dict(state)
         errors[workers] = model.errors(x)[-1]
     assert errors[2] == pytest.approx(errors[1], rel=0.15)

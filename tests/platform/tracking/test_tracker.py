@@ -23,10 +23,11 @@ from matplotlib.figure import Figure
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.config.settings import TrackingSettings
+from crossfed.platform.errors import CrossfedError
 from crossfed.platform.tracking import store as mlflow_store
 from crossfed.platform.tracking.spool import REFUSED, SPOOL, STATE
-from crossfed.platform.tracking.tracker import DatasetInput, Tracker, TrackingSettings, replay, resolve_uri, safe_name
+from crossfed.platform.tracking.tracker import DatasetInput, Tracker, replay, resolve_uri, safe_name
 
 DATASETS = [DatasetInput("Beauty", "d" * 64, "synthetic", {"users": 3, "items": 4})]
 

@@ -23,7 +23,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.trial import TrialState, create_trial
 from rich.console import Console
 
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.tuning.report import tables
 from crossfed.tuning.report.facts import StudyFacts, importance
 from crossfed.tuning.report.figures import (
