@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from faults.mutator import VALUES, Mutator
 
 import toys
 from crossfed.platform import checkpoint
@@ -28,6 +27,7 @@ from crossfed.platform.federation.rounds import Round, Rounds, check_method
 from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import privacy_account, stored_config
 from crossfed.platform.method import SERVER, Direction, Field, Stage
+from faults.mutator import VALUES, Mutator
 
 Attack = Callable[[Mutator, Path], None]
 """Makes one malformed input in an empty folder and has it read; whether it may be refused is the reader's business."""

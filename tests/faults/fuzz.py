@@ -29,10 +29,9 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[1] / "support")
 )  # the tests' own modules, when this file is run as a script
 
+from crossfed.platform.errors import CrossfedError
 from faults.attacks import TARGETS
 from faults.mutator import Mutator
-
-from crossfed.platform.errors import CrossfedError
 
 HANG = 20.0
 """Seconds of computing after which an input counts as a hang."""

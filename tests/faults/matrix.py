@@ -31,7 +31,6 @@ HERE = Path(__file__).resolve()
 sys.path.insert(0, str(HERE.parents[1] / "support"))  # the tests' own modules, when this file is run as a script
 
 from contract.test_methods import METHODS, small  # noqa: E402
-
 from crossfed.platform.checkpoint import write_json  # noqa: E402
 from crossfed.platform.config.settings import RunConfig  # noqa: E402
 from crossfed.platform.errors import CrossfedError  # noqa: E402

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from faults.matrix import FEDERATED, Case, cases, moments
 
 MATRIX = Path(__file__).with_name("matrix.py")

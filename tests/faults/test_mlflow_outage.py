@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import requests
-from contract.test_methods import SMALL
 from mlflow import MlflowClient
 
+from contract.test_methods import SMALL
 from crossfed.platform.config.settings import build
 from crossfed.platform.console import make_progress
 from crossfed.platform.federation.final import test_once as final_test

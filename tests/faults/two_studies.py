@@ -27,13 +27,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(HERE.parents[1] / "support"), os.environ.get("PYTHONPATH")])
 )
 
-from faults.matrix import DOMAINS, Machines, make_shops, numbers, say  # noqa: E402
-
 from crossfed.platform.checkpoint import read_json  # noqa: E402
 from crossfed.platform.config.settings import RunConfig  # noqa: E402
 from crossfed.platform.federation.final import test_once  # noqa: E402
 from crossfed.platform.federation.run import run_federation  # noqa: E402
 from crossfed.platform.federation.runs import stored_config  # noqa: E402
+from faults.matrix import DOMAINS, Machines, make_shops, numbers, say  # noqa: E402
 
 STUDIES = ("east", "west")
 TRIALS, ROUNDS, CPUS = 4, 6, 4

@@ -339,7 +339,7 @@ def test_the_audit_attacks_what_was_uploaded_and_survives_a_resume(call, shops: 
 @pytest.mark.parametrize("code", [0, 2, 130])
 def test_the_program_ends_with_its_code_and_what_is_due_at_its_end(code: int) -> None:
     script = (
-        "import atexit, sys\nfrom crossfed.platform import cli\natexit.register(print, 'due')\n"
+        "import atexit, sys\nfrom crossfed.platform.cli import main as cli\natexit.register(print, 'due')\n"
         f"cli.main = lambda: sys.exit({code})\ncli.entry()\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from contract.test_methods import small
 
+from contract.test_methods import small
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.run import run_federation
 from crossfed.platform.report.automatic import run_analyses
