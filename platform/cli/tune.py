@@ -351,6 +351,22 @@ def show(name: Name, out: OutOption = Path("runs")) -> None:
             typer.echo(line)
 
 
+@tune_app.command("dashboard")
+def dashboard(
+    name: Name,
+    out: OutOption = Path("runs"),
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on the loopback interface.")] = 8080,
+) -> None:
+    """Open Optuna's dashboard on a study, also while it runs: live plots, on the loopback interface only."""
+    try:
+        from optuna_dashboard import run_server
+    except ImportError:
+        raise CrossfedError("optuna-dashboard is not installed: pip install 'crossfed[dashboard]'.") from None
+    study = _study().Study.open(_study().find_study(name, out))
+    typer.echo(f"Optuna dashboard on http://127.0.0.1:{port} (Ctrl-C ends it)")
+    run_server(study.optuna._storage, host="127.0.0.1", port=port)
+
+
 def tune_all(
     methods: Annotated[str, typer.Argument(help="Comma-separated methods.")],
     data: Data = None,
