@@ -476,6 +476,16 @@ def test_the_proximal_term_holds_shared_parameters_back_and_not_the_local_ones()
     assert held[1] > 0.3 * free[1]
 
 
+def test_the_load_balance_is_the_mean_over_encoder_layers():
+    """L_aux with two encoder layers: half of the sum of Eq. (16) of both, which differ."""
+    state = Federation(("books",), encoder_layers=2).domain("books")
+    memory = state.encode(state.known, np.array([0, 7, 14]), np.array([3, 3, 3]))
+    first, second = (float(load_balance(*layer)) for layer in state.net.routed)
+    assert abs(first - second) > 1e-6
+    told = float(state.losses(memory, torch.tensor([0, 5, 13]))["loss_balance"])
+    assert told == pytest.approx((first + second) / 2, rel=1e-6)
+
+
 def test_training_lowers_the_loss_and_reports_what_it_should():
     run = Federation(local_epochs=2, rounds=6, smoothing=0.0)
     told = [{s: m for s, r, _, m in run.round(number) if r == "server"} for number in range(1, 7)]

@@ -54,6 +54,18 @@ def test_a_first_value_is_added_to_choices_and_refused_outside_a_range(tmp_path:
         make(tmp_path, name="t", changes={"step": {"low": 0.6, "high": 1.0}})
 
 
+def test_of_equal_trials_the_earliest_wins(tmp_path: Path) -> None:
+    """Values 0.1, 0.3, 0.3, 0.2: trial 1 wins, not trial 2, and still does when the study is read again."""
+    study = make(tmp_path, trials=4)
+    for value in (0.1, 0.3, 0.3, 0.2):
+        task = study.next()
+        assert task is not None
+        study.finish(task.number, FACTS | {"domains": {"books": value, "films": value}})
+    for read in (study, Study.open(study.folder)):
+        best = read.best()
+        assert best is not None and best.number == 1
+
+
 @pytest.mark.parametrize("sampler", ["tpe", "cmaes", "nsgaii", "gp"])
 def test_every_sampler_runs_and_draws_the_same_after_an_interruption(tmp_path: Path, sampler: str) -> None:
     straight = run_all(make(tmp_path / "a", sampler=sampler, trials=7))

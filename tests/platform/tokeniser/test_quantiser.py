@@ -102,6 +102,20 @@ def test_soft_codes_by_hand() -> None:
     torch.testing.assert_close(again, soft)
 
 
+def test_the_temperature_of_soft_codes_is_a_constant_to_the_gradient() -> None:
+    """d softmax(-d / T)_k / d d_j = -p_k (1[j = k] - p_j) / T with T held at 2.
+
+    Distances that shrink together change T and the softmax not at all, so that with a gradient through
+    T the sum over j of d_j times the gradient would be zero.
+    """
+    distances = torch.tensor([[1.0, 5.0], [7.0, 3.0]], requires_grad=True)
+    soft = soft_codes(distances)
+    soft[0, 0].backward()
+    p = soft[0].detach()
+    expected = torch.stack([-p[0] * (1 - p[0]) / 2, p[0] * p[1] / 2])
+    torch.testing.assert_close(distances.grad, torch.stack([expected, torch.zeros(2)]))
+
+
 def test_entropy_gap_is_zero_for_even_use_and_ln_c_for_one_code() -> None:
     even, one = torch.eye(4).repeat(3, 1), torch.eye(4)[[2] * 12]
     assert float(entropy_gap([even])) == pytest.approx(0, abs=1e-6)
