@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from crossfed.methods.parts.losses import bernoulli_kl, bpr, info_nce, l2_ego
+from crossfed.methods.parts.losses import bernoulli_kl, bpr, finite, info_nce, l2_ego
+from crossfed.platform.method import Context, CrossfedError, generators
 
 
 def test_bpr_by_hand():
@@ -24,6 +25,11 @@ def test_l2_ego_by_hand():
     """Rows [1, 2], [3, 0] and [0, 1], [1, 1]: squares 1+4+9 and 1+1+1, sum 17; ½ · 17 / 2 pairs."""
     a, b = torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([[0.0, 1.0], [1.0, 1.0]])
     assert l2_ego(a, b).item() == pytest.approx(17 / 4)
+
+
+def test_l2_ego_divides_by_the_pairs_and_not_by_the_width():
+    """Three rows of width 2, all ones: ½ · 6 / 3."""
+    assert l2_ego(torch.ones(3, 2)).item() == pytest.approx(1.0)
 
 
 def slow_info_nce(a, b, temperature, keep_positive):
@@ -55,6 +61,12 @@ def test_info_nce_does_not_depend_on_length_but_on_direction():
     a, b = torch.randn(5, 4), torch.randn(5, 4)
     torch.testing.assert_close(info_nce(7 * a, b, 0.3), info_nce(a, 0.1 * b, 0.3))
     assert abs(info_nce(a, b, 0.3).item() - info_nce(b, a, 0.3).item()) > 1e-4
+
+
+def test_info_nce_of_two_rows_without_the_positive():
+    """Unit vectors at right angles, τ = ½: the own similarity is 2 and the other's 0, so that the loss is 0 - 2."""
+    rows = torch.eye(2)
+    assert info_nce(rows, rows, 0.5, keep_positive=False).item() == pytest.approx(-2.0)
 
 
 def test_info_nce_without_the_positive_needs_two_rows():
@@ -93,3 +105,12 @@ def test_bernoulli_kl_limits():
     kl.sum().backward()
     assert torch.isfinite(p.grad).all()
     torch.testing.assert_close(q.grad, torch.tensor([-1.0, 1.0, -0.5]))  # σ(q) - σ(p)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_no_number_names_the_domain_the_round_and_the_loss(value):
+    context = Context("books", "train", 3, (), *generators(0, "train", 3, "books"), torch.device("cpu"))
+    means = {"loss_bpr": 0.5, "loss_l2": 0.0}
+    assert finite(means, context) is means
+    with pytest.raises(CrossfedError, match=r"books: .* in train, round 3: loss_l2 is not finite"):
+        finite(means | {"loss_l2": value}, context)

@@ -94,6 +94,18 @@ def test_every_cut_off_has_its_own_ideal_list():
     assert values["ndcg_at_5"] == pytest.approx([(1 + 1 / log2(3)) / ideal])
 
 
+def test_hits_are_counted_within_their_user():
+    """Hits at positions 1 and 2 of one user and at 2 of the other: T = 2 and 1, K = 2.
+
+    Average precision: (1/1 + 2/2) / 2 = 1 and (1/2) / 1; reciprocal ranks 1 and 1/2.
+    """
+    hits = np.array([[True, True], [False, True]])
+    values = per_user_metrics(hits, np.array([2, 1]), [2])
+    assert values["map_at_2"].tolist() == [1.0, 0.5]
+    assert values["mrr_at_2"].tolist() == [1.0, 0.5]
+    assert values["recall_at_2"].tolist() == [1.0, 1.0]
+
+
 def test_no_hit_is_zero_everywhere():
     values = per_user_metrics(np.zeros((2, 5), bool), np.array([1, 2]), [5])
     assert all((value == 0).all() and value.shape == (2,) for value in values.values())
@@ -133,6 +145,11 @@ def test_macro_is_the_mean_over_users_and_coverage_counts_items():
 def test_hits_must_reach_the_largest_cut_off():
     with pytest.raises(ValueError, match="position 3"):
         per_user_metrics(np.zeros((1, 3), bool), np.array([1]), [5])
+
+
+def test_one_user_without_truth_among_others_is_refused():
+    with pytest.raises(ValueError, match="without held-out items"):
+        per_user_metrics(np.zeros((2, 3), bool), np.array([2, 0]), [3])
 
 
 def test_a_user_without_truth_is_refused():
