@@ -302,6 +302,13 @@ def test_the_prototype_that_leaves_is_that_of_the_trained_network():
     assert np.linalg.norm(out.send["server"][PROTOTYPE]) == pytest.approx(1, abs=1e-6)
 
 
+def test_cosines_do_not_depend_on_length():
+    """(3, 4) and (0, 2) have cosine 4/5, (3, 4) and (-6, -8) have -1; with a prototype of zeros it is 0."""
+    found = cosines(np.array([[3.0, 4.0], [0.0, 2.0], [-6.0, -8.0], [0.0, 0.0]], np.float32))
+    expected = [[1, 0.8, -1, 0], [0.8, 1, -0.8, 0], [-1, -0.8, 1, 0], [0, 0, 0, 0]]
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
 def test_eq_20_by_hand():
     """Eq. (20): two domains at a right angle, n = (1, 3), τ_a = 1/ln 2: exp(1/τ) = 2, exp(0) = 1. Weights of the first:
     (1 · 2, 3 · 1) / 5; of the second: (1 · 1, 3 · 2) / 7."""
@@ -484,6 +491,17 @@ def test_the_load_balance_is_the_mean_over_encoder_layers():
     assert abs(first - second) > 1e-6
     told = float(state.losses(memory, torch.tensor([0, 5, 13]))["loss_balance"])
     assert told == pytest.approx((first + second) / 2, rel=1e-6)
+
+
+def test_the_use_of_experts_is_the_mean_over_encoder_layers():
+    state = Federation(("books",), encoder_layers=2).domain("books")
+    state.encode(state.known, np.array([0, 7, 14]), np.array([3, 3, 3]))
+    shares = []
+    for _, chosen in state.net.routed:
+        shares.append(torch.stack([(chosen == number).float().mean() for number in range(3)]))
+    told = state.diagnostics()
+    uses = [told[f"expert_use_{name}"] for name in ("shared_1", "shared_2", "private")]
+    assert uses == pytest.approx(((shares[0] + shares[1]) / 2).tolist())
 
 
 def test_training_lowers_the_loss_and_reports_what_it_should():
