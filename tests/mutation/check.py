@@ -337,6 +337,7 @@ def examine(module: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
         os.close(reading)
         check = Check(module, options)
         arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0", "-o", "addopts="]
+        arguments += ["-k", options.keyword] if options.keyword else []
         arguments += ["--import-mode=importlib", "-m", "not slow", "--rootdir", str(ROOT), *map(str, files)]
         pytest.main(arguments, plugins=[check])
         with os.fdopen(writing, "w") as stream:
@@ -355,6 +356,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="MODULE", help="modules by name, such as fedcrf")
     parser.add_argument("--match", help="mutants whose name this regular expression finds")
     parser.add_argument("--per-function", type=int, help="so many mutants of each function at most")
+    parser.add_argument("-k", dest="keyword", help="tests to use, as pytest takes it: leave slow ones out")
     parser.add_argument("--longest", type=float, default=20.0, help="seconds of a test beyond which it is left out")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests per mutant at most")
     parser.add_argument("--out", type=Path, help="JSON lines to append all rows to")
