@@ -178,6 +178,9 @@ class _Walk(ast.NodeTransformer):
     def visit_Raise(self, node: ast.Raise) -> ast.AST:
         return node
 
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        return node if node.arg == "strict" else self.generic_visit(node)  # zip's guard, not a value
+
     visit_Assert = visit_JoinedStr = visit_Import = visit_ImportFrom = visit_Raise
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:

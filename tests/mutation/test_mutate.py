@@ -42,6 +42,7 @@ def mutate() -> ModuleType:
         ("0.0", ["1.0"]),
         ("a if b else c", ["a if not b else c"]),
         ("'text'", []),
+        ("zip(a, b, strict=True)", []),
         ("f'{a + b}'", []),
     ],
 )

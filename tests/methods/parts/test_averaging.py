@@ -60,6 +60,8 @@ def test_weights_by_hand():
     assert volume_weights([30, 10]).tolist() == [0.75, 0.25]
     assert volume_weights([30, 10], [1, 9]).tolist() == [0.25, 0.75]
     assert volume_weights([5]).tolist() == [1.0]
+    assert volume_weights([1, 0]).tolist() == [1.0, 0.0]  # one instance is something to average
+    assert volume_weights([1, 1], [1e-3, 3e-3]).tolist() == pytest.approx([0.25, 0.75])
 
 
 def test_equal_affinities_are_fedavg_bit_for_bit():
@@ -82,6 +84,14 @@ def test_average_by_hand():
     mean = weighted_average(payloads, [0.75, 0.25])
     assert mean["w"].tolist() == [2, 2] and mean["s"].tolist() == 3
     assert mean["w"].dtype == mean["s"].dtype == np.float32
+
+
+def test_as_many_weights_as_domains_and_references_as_parameters():
+    payload = {"w": np.ones(2, np.float32)}
+    with pytest.raises(ValueError, match="zip"):
+        weighted_average([payload, payload], [1.0])
+    with pytest.raises(ValueError, match="zip"):
+        proximal([torch.ones(2), torch.ones(1)], [torch.ones(2)], 1.0)
 
 
 def test_equal_parameters_average_to_themselves_bit_for_bit():

@@ -110,7 +110,11 @@ def test_other_data_is_another_file(tmp_path):
     load_or_draw(tmp_path, "test", np.arange(20), indptr, (items + 1) % 300, 300, 9, 1)
     load_or_draw(tmp_path, "test", np.arange(20), indptr, items, 300, 9, 2)
     load_or_draw(tmp_path, "test", np.arange(20), indptr, items, 301, 9, 1)
-    assert len(list(tmp_path.glob("*.parquet"))) == 5
+    shifted = np.concatenate([[0, indptr[1] - 1], indptr[2:]])  # one item more of user 1 and less of user 0
+    load_or_draw(tmp_path, "test", np.arange(20), shifted, items, 300, 9, 1)
+    load_or_draw(tmp_path, "test", np.arange(20), indptr, items, 300, 8, 1)
+    load_or_draw(tmp_path, "validation", np.arange(20), indptr, items, 300, 9, 1)
+    assert len(list(tmp_path.glob("*.parquet"))) == 8
 
 
 def test_racing_processes_agree(tmp_path):

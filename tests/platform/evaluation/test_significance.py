@@ -61,6 +61,14 @@ def test_the_same_difference_for_everybody():
     assert (result.low, result.high, result.t_p) == (0.25, 0.25, 0)
     assert result.wilcoxon_p == pytest.approx(0.25)
     assert (result.d, result.rank_biserial) == (np.inf, 1)
+    worse = compare(np.arange(3), np.full(3, 0.5), np.arange(3), np.full(3, 0.75))
+    assert (worse.difference, worse.d, worse.rank_biserial) == (-0.25, -np.inf, -1)
+
+
+def test_two_pairs_are_enough():
+    """Differences 1 and 3: mean 2, deviation √2, t = 2 / (√2 / √2) with one degree of freedom."""
+    result = compare(np.arange(2), np.array([1.0, 3.0]), np.arange(2), np.zeros(2))
+    assert result.n == 2 and result.t_p == pytest.approx(2 * stats.t.sf(2, 1))
 
 
 @pytest.mark.parametrize(
