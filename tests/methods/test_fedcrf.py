@@ -377,6 +377,12 @@ def test_a_projection_cannot_widen() -> None:
         METHOD.init_domain(small(dim=13), context("north", "init", 0))
 
 
+@pytest.mark.parametrize("how", ["aligned", "random"])
+def test_a_projection_may_be_as_wide_as_the_text(how: str) -> None:
+    weight = fedcrf.initial_projection(torch.from_numpy(text("north")), WIDTH, how)
+    torch.testing.assert_close(weight @ weight.T, torch.eye(WIDTH), atol=1e-5, rtol=0)
+
+
 def test_ids_start_as_xavier_says() -> None:
     """Uniform within √(6 / (n + dim)), users and items apart."""
     ids = fedcrf.IdEncoder(200, 50, 10, torch.Generator().manual_seed(0))
@@ -469,6 +475,21 @@ def in_pretrain(**values: Any) -> Domain:
         for i, p in enumerate(state.fgsat.parameters()):
             p += 0.3 * tensor(*p.shape, seed=i)
     return state
+
+
+def test_both_graphs_are_built_anew_unless_the_local_one_alone_is_wanted() -> None:
+    state = in_pretrain()
+    state.build_graphs(local_only=True)  # the first time there is nothing to keep
+    assert state.graphs is not None
+    before = state.graphs[1].to_dense()
+    state.t_local.copy_(tensor(18, 5, seed=3))
+    state.t_pre.copy_(tensor(18, 5, seed=4))
+    local, pre = (fedcrf.item_graph(t, 3).to_dense() for t in (state.t_local, state.t_pre))
+    for local_only, expected in ((True, before), (False, pre)):
+        state.build_graphs(local_only=local_only)
+        torch.testing.assert_close(state.graphs[0].to_dense(), local)
+        torch.testing.assert_close(state.graphs[1].to_dense(), expected)
+    assert not torch.equal(before, pre)
 
 
 def test_adapted_is_equations_8_to_12_in_a_row() -> None:
