@@ -145,6 +145,13 @@ def test_a_tie_counts_against_the_truth():
     assert [ranking.macro[f"hit_rate_at_{k}"] for k in (1, 2, 3)] == [0, 0, 1]
 
 
+@pytest.mark.parametrize(("scores", "dtype"), [([1.0, 1.0 + 1e-12], np.float64), ([2**24, 2**24 + 1], np.int64)])
+def test_scores_that_single_precision_takes_for_equal_are_told_apart(scores, dtype):
+    """The held-out item 1 is ahead by less than float32 can hold; as a tie it would come second."""
+    seen, truth = np.zeros((1, 2), bool), np.array([[False, True]])
+    assert run(np.array([scores], dtype), seen, truth, [1]).macro["recall_at_1"] == 1
+
+
 def test_an_expanded_scorer_is_left_alone():
     """A scorer may hand out a view of its own memory, which masking must not write to."""
     popularity = torch.arange(6.0)
