@@ -430,22 +430,50 @@ def test_a_step_is_adam_on_the_slow_equations(data, ablation):
         rng, twin = (torch.Generator().manual_seed(step) for _ in range(2))
         final = state.vectors().detach()
         pool = p2p_iagr.draw_pool(state, final, s, twin)
-        expected = torch.zeros(())
+        losses = []
         for batch in batches:
             found = p2p_iagr.candidates(state, batch, final, pool, twin)
             noise = torch.logit(torch.rand(len(found.users), generator=twin))
-            expected = expected + slow_loss(
-                state, batch, (found.users, found.items, found.observed), s, ego, slow, noise
-            )
+            losses.append(slow_loss(state, batch, (found.users, found.items, found.observed), s, ego, slow, noise))
         adam.zero_grad()
-        expected.backward()
+        torch.stack(losses).sum().backward()
         told = p2p_iagr.update(state, batches, s, rng)
+        for part, loss, (users, positives, _) in zip(told, losses, batches, strict=True):
+            # what is told are means: per pair, per prototype of both sides, per contrasted node
+            nodes = len(users.unique()) + len(positives.unique())
+            whole = len(users) * part["loss_bpr"] + 0.3 * 2 * 3 * part["loss_ccl"] + 0.4 * nodes * part["loss_scl"]
+            assert whole.item() == pytest.approx(loss.item(), rel=1e-4)
         for mine, its in ((state.ego, ego), *((names[side], slow[side]) for side in names)):
             scale = its.grad.abs().max()
             torch.testing.assert_close(mine.grad / scale, its.grad / scale, rtol=1e-3, atol=2e-4)
         adam.step()
         assert len(told) == len(batches)
     torch.testing.assert_close(state.ego, ego, rtol=1e-2, atol=1e-3)
+
+
+def test_what_is_told_of_the_edges(data, monkeypatch):
+    """Mean weight of observed and of added edges, and how many Ω lie within 1 % of 0 or 1."""
+    caught: dict[str, torch.Tensor] = {}
+    odds, edges = p2p_iagr.interpolated_log_odds, p2p_iagr.sample_edges
+
+    def keep_odds(logits, observed, lambda_):
+        caught.update(omega=torch.sigmoid(logits.detach()), observed=observed)
+        return odds(logits, observed, lambda_)
+
+    def keep_edges(*given):
+        caught["edges"] = edges(*given)
+        return caught["edges"]
+
+    monkeypatch.setattr(p2p_iagr, "interpolated_log_odds", keep_odds)
+    monkeypatch.setattr(p2p_iagr, "sample_edges", keep_edges)
+    state = fresh(data)
+    (told,) = p2p_iagr.update(state, [one_batch(state)], received(state), torch.Generator().manual_seed(0))
+    observed, weights, omega = caught["observed"], caught["edges"].detach(), caught["omega"]
+    assert 0 < observed.sum() < len(observed)
+    assert told["edges_observed"].item() == pytest.approx(weights[observed].mean().item())
+    assert told["edges_added"].item() == pytest.approx(weights[~observed].mean().item())
+    saturated = ((omega < 0.01) | (omega > 0.99)).float().mean().item()
+    assert told["omega_saturated"].item() == pytest.approx(saturated)
 
 
 def test_both_views_of_a_batch_of_everybody_are_the_same(data):
@@ -576,6 +604,28 @@ def test_released_contributions_hold_each_user_to_c(data):
     shares = p2p_iagr.intent_shares(users, state.user_s.detach()).double().numpy()
     expected = (shares - 1 / 3).T @ clip_l1(users.numpy(), 0.3) / 2
     np.testing.assert_allclose(clean["user"], expected, rtol=1e-4, atol=1e-7)
+
+
+def test_an_item_weighs_what_its_users_give_it():
+    """User 0 has item 2 alone, user 1 items 0 and 2, user 2 nothing: weights ½, 0, 1 + ½ and 0."""
+    few = Interactions.build(3, 4, np.array([0, 1, 1]), np.array([2, 0, 2]))
+    state = fresh(few, release="contributions")
+    clean, epsilon = p2p_iagr.signals(state)
+    _, items = state.ranking()
+    with torch.no_grad():
+        shares = p2p_iagr.intent_shares(items, state.item_s)
+    weights = torch.tensor([0.5, 0.0, 1.5, 0.0])
+    np.testing.assert_allclose(clean["item"], p2p_iagr.contribution_sums(shares, items, weights, 1.0))
+    assert epsilon == 3 * state.config.epsilon0
+
+
+def test_the_told_signal_to_noise_is_that_of_the_noise_added(data):
+    """With C = ½ and ε₀ = 3 the scale is 1/3: Σ s² over 2 · (1/3)² a coordinate."""
+    state = fresh(data, C=0.5, epsilon0=3.0)
+    told = p2p_iagr.exchange(state, {}, context(data, 1)).metrics
+    for side, signal in p2p_iagr.signals(state)[0].items():
+        expected = np.square(signal).sum() / (2 / 9 * signal.size)
+        assert told[f"signal_to_noise_{side}"] == pytest.approx(expected)
 
 
 def test_received_contributions_take_the_scale_of_the_own_prototypes(data):
