@@ -1,8 +1,8 @@
 """Graph propagation: normalised adjacencies as sparse CSR matrices, and products that use their symmetry.
 
-Every matrix here is symmetric, so the gradient of `adj @ x` is `adj @ grad`: no transpose is ever built, and a whole
+Every adjacency here is symmetric, so the gradient of `adj @ x` is `adj @ grad`: no transpose is ever built, and a whole
 propagation is its own backward pass. Adjacencies are constants to which no gradient flows, but for `weighted_product`,
-whose edge weights are learned.
+whose edge weights are learned. A loss that looks at a batch's nodes needs the last layer at these only: `rows_of`.
 """
 
 from __future__ import annotations
@@ -94,6 +94,32 @@ def propagate(adj: torch.Tensor, x: torch.Tensor, layers: int) -> torch.Tensor:
     if layers < 0:
         raise ValueError(f"layers must not be negative, got {layers}")
     return cast(torch.Tensor, _Propagation.apply(adj, x, layers))  # type: ignore[no-untyped-call]
+
+
+def rows_of(adj: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of a CSR matrix, as one themselves: [n, n] and int64 [r] -> CSR [r, n].
+
+    A batch's rows hold a small part of a graph's edges, so `rows_product` of them takes a small part
+    of the time of a whole product.
+    """
+    pointer, cols, values = adj.crow_indices(), adj.col_indices(), adj.values()
+    start = pointer[rows]
+    count = pointer[rows + 1] - start
+    chosen = torch.zeros(len(rows) + 1, dtype=pointer.dtype, device=pointer.device)
+    torch.cumsum(count, 0, dtype=pointer.dtype, out=chosen[1:])
+    total = int(chosen[-1])
+    place = torch.arange(total, dtype=pointer.dtype, device=pointer.device)
+    place += torch.repeat_interleave(start - chosen[:-1], count, output_size=total)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
+        return torch.sparse_csr_tensor(
+            chosen, cols[place], values[place], (len(rows), adj.shape[1]), check_invariants=False
+        )
+
+
+def rows_product(some: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`some @ x` for any CSR matrix [r, n], with gradient to x, `some.T @ grad`. [n, d] -> [r, d]."""
+    return cast(torch.Tensor, _RowsProduct.apply(some, x))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +247,18 @@ class _SymmetricProduct(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, ctx.adj @ grad.contiguous()
+
+
+class _RowsProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, some: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.some = some
+        return some @ x
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, ctx.some.t() @ grad.contiguous()
 
 
 class _Propagation(torch.autograd.Function):
