@@ -13,6 +13,8 @@ from crossfed.methods.parts.graph import (
     edge_products,
     normalised_weights,
     propagate,
+    rows_of,
+    rows_product,
     spmm,
     symmetric_adjacency,
     weighted_product,
@@ -219,3 +221,26 @@ def test_a_pattern_without_edges():
     values = normalised_weights(pattern, torch.zeros(0))
     assert torch.equal(weighted_product(pattern, values, torch.ones(4, 3)), torch.zeros(4, 3))
     assert edge_products(pattern, torch.ones(4, 3)).shape == (0,)
+
+
+@pytest.mark.parametrize("rows", [[], [0], [49], [3, 7, 8, 31, 44], [9, 2, 2]])
+def test_some_rows_of_a_product_with_its_gradient(pairs, rows):
+    """Against the whole product: also for no rows, nodes without edges, and rows out of order or twice."""
+    adj = bipartite_adjacency(30, 20, *pairs)
+    chosen = torch.tensor(rows, dtype=torch.int64)
+    some = rows_of(adj, chosen)
+    assert torch.equal(some.to_dense(), adj.to_dense()[chosen])
+    x = torch.randn(50, 4, requires_grad=True)
+    actual, expected = rows_product(some, x), (adj.to_dense() @ x)[chosen]
+    torch.testing.assert_close(actual, expected)
+    direction = torch.randn(len(rows), 4)
+    (mine,) = torch.autograd.grad(actual, x, direction)
+    (other,) = torch.autograd.grad(expected, x, direction)
+    torch.testing.assert_close(mine, other)
+
+
+def test_rows_of_an_isolated_node_are_empty():
+    adj = bipartite_adjacency(3, 2, np.array([0]), np.array([1]))
+    some = rows_of(adj, torch.tensor([1, 0, 2]))
+    torch.testing.assert_close(some.to_dense(), adj.to_dense()[[1, 0, 2]])
+    assert (rows_product(some, torch.ones(5, 2))[[0, 2]] == 0).all()

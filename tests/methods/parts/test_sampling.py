@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossfed.methods.parts.sampling import bpr_epoch, draw_negatives
+from crossfed.methods.parts.sampling import bpr_epoch, draw_negatives, pointwise_epoch
 from crossfed.platform.method import Interactions
 
 
@@ -79,3 +79,42 @@ def test_batch_size_must_be_positive():
     data = Interactions.build(1, 2, np.array([0]), np.array([0]))
     with pytest.raises(ValueError, match="batch_size"):
         next(bpr_epoch(data, 0, np.random.default_rng(0)))
+
+
+@pytest.mark.parametrize("negatives", [0, 1, 4])
+def test_a_pointwise_epoch_has_every_pair_once_and_so_many_unseen_items(negatives):
+    rng = np.random.default_rng(0)
+    pairs = np.unique(rng.integers(0, [40, 25], (300, 2)), axis=0)
+    data = Interactions.build(40, 25, pairs[:, 0], pairs[:, 1])
+    batches = list(pointwise_epoch(data, 64, negatives, rng))
+    total = len(pairs) * (1 + negatives)
+    assert [len(users) for users, _, _ in batches] == [64] * (total // 64) + [total % 64] * (total % 64 > 0)
+    users, items, labels = (np.concatenate([b[k].numpy() for b in batches]) for k in range(3))
+    positive = labels == 1
+    assert set(labels.tolist()) <= {0, 1} and labels.dtype == np.float32
+    assert sorted(zip(users[positive].tolist(), items[positive].tolist(), strict=True)) == sorted(
+        map(tuple, pairs.tolist())
+    )
+    assert Counter(users[~positive].tolist()) == {
+        u: n * negatives for u, n in Counter(pairs[:, 0].tolist()).items() if negatives
+    }
+    assert all(
+        i not in history(data, u) for u, i in zip(users[~positive].tolist(), items[~positive].tolist(), strict=True)
+    )
+    if negatives:  # both kinds come in every batch, and negatives differ from epoch to epoch
+        assert all(0 < b[2].mean() < 1 for b in batches)
+        again = np.concatenate([b[1].numpy() for b in pointwise_epoch(data, 64, negatives, rng)])
+        assert sorted(again.tolist()) != sorted(items.tolist())
+
+
+def test_a_user_who_has_everything_comes_with_positives_only():
+    data = Interactions.build(2, 3, np.array([0, 0, 0, 1]), np.array([0, 1, 2, 1]))
+    ((users, _, labels),) = pointwise_epoch(data, 100, 2, np.random.default_rng(0))
+    assert sorted(zip(users.tolist(), labels.tolist(), strict=True)) == [(0, 1)] * 3 + [(1, 0)] * 2 + [(1, 1)]
+
+
+@pytest.mark.parametrize(("batch_size", "negatives"), [(0, 1), (4, -1)])
+def test_a_pointwise_epoch_refuses_impossible_sizes(batch_size, negatives):
+    data = Interactions.build(1, 2, np.array([0]), np.array([0]))
+    with pytest.raises(ValueError, match="must be positive"):
+        next(pointwise_epoch(data, batch_size, negatives, np.random.default_rng(0)))
