@@ -22,17 +22,19 @@ What crosses
     Nothing: all stages are local. A round is one epoch over the training pairs and their negatives.
 
 Departures
-    - `score` gives what σ is taken of in Eq. (12): the order is the same, and large values stay apart.
-    - After pre-training the model is trained by plain SGD, as the paper has it; its rate is `lr`, too, since
-      the paper gives no other.
+    - `score` gives what σ is taken of in Eq. (12): the order is the same, and large values stay
+      apart.
+    - After pre-training the model is trained by plain SGD, as the paper has it; its rate is `lr`,
+      too, since the paper gives no other.
 
 Not stated in the paper
-    - Section 4.1 says 32 → 16 → 8 for eight factors, and embeddings of 16. In the authors' code embeddings have
-      32 entries each and go through layers of 32, 16 and 8; that is the default.
+    - Section 4.1 says 32 → 16 → 8 for eight factors, and embeddings of 16. In the authors' code
+      embeddings have 32 entries each and go through layers of 32, 16 and 8; that is the default.
     - Negatives are drawn afresh every epoch, uniformly from the items the user has not trained on.
     - A half that is pre-trained has output weights of its own and ends with its best epoch.
     - The perceptron's weights start as Glorot uniform, its biases at zero, as in the authors' code.
-    - Dropout (before each layer of the perceptron, as in RecBole) and weight decay are off by default.
+    - Dropout (before each layer of the perceptron, as in RecBole) and weight decay are off by
+      default.
 """
 
 from __future__ import annotations
@@ -57,23 +59,49 @@ from crossfed.platform.method import Context, Method, MethodConfig, Out, Payload
 class Config(MethodConfig):
     """Hyperparameters of section 4.1 of the paper. ◇: chosen here."""
 
-    factors: PositiveInt = Field(8, description="width of GMF's embeddings, the predictive factors (section 4.1)")
-    mlp_dim: PositiveInt = Field(32, description="width of the perceptron's embeddings, each (the authors' code)")
+    factors: PositiveInt = Field(
+        8,
+        description="width of GMF's embeddings, the predictive factors (section 4.1)",
+    )
+    mlp_dim: PositiveInt = Field(
+        32,
+        description="width of the perceptron's embeddings, each (the authors' code)",
+    )
     widths: tuple[PositiveInt, ...] = Field(
-        (32, 16, 8), min_length=1, description="widths of the perceptron's layers (section 4.1)"
+        (32, 16, 8),
+        min_length=1,
+        description="widths of the perceptron's layers (section 4.1)",
     )
     negatives: PositiveInt = Field(4, description="negatives per positive and epoch (section 4.1)")
     lr: PositiveFloat = Field(0.001, description="learning rate (section 4.1)")
-    batch_size: PositiveInt = Field(256, description="instances in a batch, negatives included (section 4.1)")
+    batch_size: PositiveInt = Field(
+        256,
+        description="instances in a batch, negatives included (section 4.1)",
+    )
     std: PositiveFloat = Field(0.01, description="deviation of initial embeddings (section 4.1)")
-    dropout: float = Field(0.0, ge=0, lt=1, description="rate before each layer of the perceptron ◇")
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="rate before each layer of the perceptron ◇",
+    )
     weight_decay: float = Field(0.0, ge=0, description="Adam's, of all parameters ◇")
     pretrain: int = Field(
-        0, ge=0, description="epochs that each half trains alone before; 0: from scratch (section 3.4.1)"
+        0,
+        ge=0,
+        description="epochs that each half trains alone before; 0: from scratch (section 3.4.1)",
     )
-    alpha: float = Field(0.5, ge=0, le=1, description="α of Eq. (13), after pre-training (section 3.4.1)")
+    alpha: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="α of Eq. (13), after pre-training (section 3.4.1)",
+    )
     epochs: int = Field(20, ge=0, description="epochs at most (the authors' code)")
-    patience: PositiveInt | None = Field(5, description="evaluations without a better one before stopping ◇")
+    patience: PositiveInt | None = Field(
+        5,
+        description="evaluations without a better one before stopping ◇",
+    )
 
 
 Half = Literal["gmf", "mlp"]
@@ -95,7 +123,8 @@ def gmf_logit(p: torch.Tensor, q: torch.Tensor, h: torch.Tensor) -> torch.Tensor
 
 
 def mlp(p: torch.Tensor, q: torch.Tensor, layers: Layers, rate: float = 0.0) -> torch.Tensor:
-    """Eq. (10): φ^MLP = ReLU(W_X^T ( … ReLU(W_1^T [p; q] + b_1) … ) + b_X), with dropout before each layer.
+    """Eq. (10): φ^MLP = ReLU(W_X^T ( … ReLU(W_1^T [p; q] + b_1) … ) + b_X), with dropout before
+    each layer.
 
     Args:
         p, q: p^M and q^M, [b, mlp_dim] each.
@@ -114,7 +143,11 @@ def cross_entropy(logit: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.binary_cross_entropy_with_logits(logit, y)
 
 
-def joined(h_gmf: torch.Tensor, h_mlp: torch.Tensor, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
+def joined(
+    h_gmf: torch.Tensor,
+    h_mlp: torch.Tensor,
+    alpha: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Eq. (13): h = [α h^GMF; (1 - α) h^MLP]."""
     return alpha * h_gmf, (1 - alpha) * h_mlp
 
@@ -153,11 +186,20 @@ class State:
                 yield f"mlp_{number}_kernel", weight
                 yield f"mlp_{number}_bias", bias
 
+    def everything(self) -> list[torch.nn.Parameter]:
+        """All parameters, also those of a half that rests."""
+        layers = [part for layer in self.layers for part in layer]
+        return [*self.tables.values(), *self.out.values(), *layers]
+
     def prepare(self, halves: tuple[Half, ...], optimizer: Literal["adam", "sgd"]) -> None:
         """Train and ask these halves from now on, with a fresh optimizer."""
         self.halves = halves
         chosen = [parameter for _, parameter in self.parameters()]
-        settings: dict[str, Any] = {"lr": self.config.lr, "weight_decay": self.config.weight_decay, "fused": True}
+        settings: dict[str, Any] = {
+            "lr": self.config.lr,
+            "weight_decay": self.config.weight_decay,
+            "fused": True,
+        }
         kinds = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
         self.optimizer = kinds[optimizer](chosen, **settings)
 
@@ -174,7 +216,9 @@ def init_domain(config: Config, ctx: Context) -> State:
         return torch.nn.init.xavier_uniform_(torch.empty(rows, columns), generator=ctx.torch_rng)
 
     tables = {
-        f"{half}_{side}": parameter(torch.empty(size, dim).normal_(std=config.std, generator=ctx.torch_rng))
+        f"{half}_{side}": parameter(
+            torch.empty(size, dim).normal_(std=config.std, generator=ctx.torch_rng),
+        )
         for half, dim in dims.items()
         for side, size in sizes.items()
     }
@@ -184,12 +228,16 @@ def init_domain(config: Config, ctx: Context) -> State:
     ]
     # both halves' output weights are drawn as those of one layer, which they are
     h = glorot(config.factors + config.widths[-1], 1)[:, 0]
-    out = {"gmf": parameter(h[: config.factors].clone()), "mlp": parameter(h[config.factors :].clone())}
+    out = {
+        "gmf": parameter(h[: config.factors].clone()),
+        "mlp": parameter(h[config.factors :].clone()),
+    }
     return State(config, tables, layers, out)
 
 
 def logits(state: State, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-    """Eq. (12) before σ: h^T [φ^GMF; φ^MLP] = h^GMF·φ^GMF + h^MLP·φ^MLP; of one half alone while it is pre-trained.
+    """Eq. (12) before σ: h^T [φ^GMF; φ^MLP] = h^GMF·φ^GMF + h^MLP·φ^MLP; of one half alone while it
+    is pre-trained.
 
     Args:
         users, items: int64 [b].
@@ -212,8 +260,16 @@ def train_epoch(state: State, inbox: Mapping[str, Payload], ctx: Context) -> Out
     """One pass over the training pairs and as many fresh negatives for each as the Config says."""
     config, optimizer = state.config, state.optimizer
     total, count = torch.zeros((), device=ctx.device), 0
-    for users, items, labels in pointwise_epoch(ctx.own, config.batch_size, config.negatives, ctx.rng):
-        loss = cross_entropy(logits(state, users.to(ctx.device), items.to(ctx.device)), labels.to(ctx.device))
+    for users, items, labels in pointwise_epoch(
+        ctx.own,
+        config.batch_size,
+        config.negatives,
+        ctx.rng,
+    ):
+        loss = cross_entropy(
+            logits(state, users.to(ctx.device), items.to(ctx.device)),
+            labels.to(ctx.device),
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -238,7 +294,11 @@ def begin_mlp(state: State, inbox: Mapping[str, Payload], ctx: Context) -> Out:
 def join(state: State, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     """Put the two pre-trained halves together by Eq. (13)."""
     with torch.no_grad():
-        for half, h in zip(("gmf", "mlp"), joined(state.out["gmf"], state.out["mlp"], state.config.alpha), strict=True):
+        for half, h in zip(
+            ("gmf", "mlp"),
+            joined(state.out["gmf"], state.out["mlp"], state.config.alpha),
+            strict=True,
+        ):
             state.out[half].copy_(h)
     state.prepare(("gmf", "mlp"), "sgd")
     return Out()
@@ -248,12 +308,15 @@ def join(state: State, inbox: Mapping[str, Payload], ctx: Context) -> Out:
 
 
 def score_exported(
-    exported: Mapping[str, torch.Tensor], users: npt.NDArray[np.int64], entries: int = 2**20
+    exported: Mapping[str, torch.Tensor],
+    users: npt.NDArray[np.int64],
+    entries: int = 2**20,
 ) -> torch.Tensor:
     """Eq. (12) before σ, for all items.
 
-    The perceptron's first layer is linear in user and item apart, so each item's part is taken once. Users go
-    through in blocks, so that no layer's output has more than `entries` numbers (or one user's).
+    The perceptron's first layer is linear in user and item apart, so each item's part is taken
+    once. Users go through in blocks, so that no layer's output has more than `entries` numbers (or
+    one user's).
 
     Args:
         exported: as from `export`. users: int64 [b].
@@ -300,14 +363,13 @@ def export(state: State) -> dict[str, torch.Tensor]:
 
 
 def state_dict(state: State) -> dict[str, Any]:
-    """All parameters, also of a half that rests, the halves in use, and the optimizer's state of these."""
-    everything = [*state.tables.values(), *state.out.values(), *(part for layer in state.layers for part in layer)]
-    moments = [
-        {key: value.clone() for key, value in state.optimizer.state[parameter].items() if value is not None}
-        for _, parameter in state.parameters()
-    ]
+    """All parameters, also of a half that rests, the halves in use, and the optimizer's state of
+    these.
+    """
+    states = [state.optimizer.state[parameter] for _, parameter in state.parameters()]
+    moments = [{k: v.clone() for k, v in each.items() if v is not None} for each in states]
     return {
-        "parameters": [parameter.detach().clone() for parameter in everything],
+        "parameters": [parameter.detach().clone() for parameter in state.everything()],
         "halves": list(state.halves),
         "optimizer": "sgd" if isinstance(state.optimizer, torch.optim.SGD) else "adam",
         "moments": moments,
@@ -316,25 +378,39 @@ def state_dict(state: State) -> dict[str, Any]:
 
 def load_state_dict(state: State, saved: Mapping[str, Any]) -> None:
     """The reverse of `state_dict`, into a state of the same config and data."""
-    everything = [*state.tables.values(), *state.out.values(), *(part for layer in state.layers for part in layer)]
     with torch.no_grad():
-        for parameter, value in zip(everything, saved["parameters"], strict=True):
+        for parameter, value in zip(state.everything(), saved["parameters"], strict=True):
             parameter.copy_(value)
     state.prepare(tuple(saved["halves"]), saved["optimizer"])
     # `step` stays on the parameter's device as well: the fused Adam wants it there
     for (_, parameter), moments in zip(state.parameters(), saved["moments"], strict=True):
-        state.optimizer.state[parameter] = {k: v.to(parameter.device, copy=True) for k, v in moments.items()}
+        device = parameter.device
+        state.optimizer.state[parameter] = {k: v.to(device, copy=True) for k, v in moments.items()}
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
-    """The joint training, with a stage for each half before it where the Config asks for pre-training."""
+    """The joint training, with a stage for each half before it where the Config asks for
+    pre-training.
+    """
     each, patience = (Phase(train_epoch),), config.patience
     train = Stage("train", rounds=config.epochs, each=each, patience=patience)
     if not config.pretrain:
         return (train,)
     return (
-        Stage("gmf", rounds=config.pretrain, each=each, open=(Phase(begin_gmf),), patience=patience),
-        Stage("mlp", rounds=config.pretrain, each=each, open=(Phase(begin_mlp),), patience=patience),
+        Stage(
+            "gmf",
+            rounds=config.pretrain,
+            each=each,
+            open=(Phase(begin_gmf),),
+            patience=patience,
+        ),
+        Stage(
+            "mlp",
+            rounds=config.pretrain,
+            each=each,
+            open=(Phase(begin_mlp),),
+            patience=patience,
+        ),
         Stage("train", rounds=config.epochs, each=each, open=(Phase(join),), patience=patience),
     )
 

@@ -18,24 +18,29 @@ Notation
     ==========  =========================================  ================
 
 What crosses
-    Nothing: the method has one local stage, without edges. A round is one epoch over the training pairs.
+    Nothing: the method has one local stage, without edges. A round is one epoch over the training
+    pairs.
 
 Departures
-    - Each layer's vectors enter E* with length 1, as in the authors' code, on which published figures
-      rest; `normalise=False` is Eq. (9). The next layer gets the vectors as they are, either way.
-    - The authors' code takes D^-1 (A + I) for 𝓛 + I, 𝓛 with self loops in the bi-interaction, a LeakyReLU
-      for each of the two summands, and biases. Eq. (7) and (8) are built, which have none of these.
-    - Message dropout zeroes entries of a layer's output, as the authors' code does, not single messages.
-    - λ‖Θ‖² is taken over all weights and over the rows of E^(0) that a batch uses, as ½‖·‖² / b; the loss is
-      the mean over a batch's pairs instead of their sum.
+    - Each layer's vectors enter E* with length 1, as in the authors' code, on which published
+      figures rest; `normalise=False` is Eq. (9). The next layer gets the vectors as they are,
+      either way.
+    - The authors' code takes D^-1 (A + I) for 𝓛 + I, 𝓛 with self loops in the bi-interaction, a
+      LeakyReLU for each of the two summands, and biases. Eq. (7) and (8) are built, which have none
+      of these.
+    - Message dropout zeroes entries of a layer's output, as the authors' code does, not single
+      messages.
+    - λ‖Θ‖² is taken over all weights and over the rows of E^(0) that a batch uses, as ½‖·‖² / b;
+      the loss is the mean over a batch's pairs instead of their sum.
     - The last layer is computed at a batch's nodes only, since no other enters the loss.
 
 Not stated in the paper
     - LeakyReLU's slope: 0.2, as in the authors' code.
-    - The learning rate and λ are searched; the defaults are those that the authors give for Gowalla.
+    - The learning rate and λ are searched; the defaults are those that the authors give for
+      Gowalla.
     - Negatives are drawn afresh every epoch, one per pair, uniformly from the items not trained on.
-    - Node dropout keeps each node with probability 1 - p by itself and divides by it, so that a neighbourhood's
-      expected sum stays. It drops a node from 𝓛, not from the I of 𝓛 + I.
+    - Node dropout keeps each node with probability 1 - p by itself and divides by it, so that a
+      neighbourhood's expected sum stays. It drops a node from 𝓛, not from the I of 𝓛 + I.
 """
 
 from __future__ import annotations
@@ -50,7 +55,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from crossfed.methods.parts.graph import bipartite_adjacency, rows_of, rows_product, spmm
+from crossfed.methods.parts.graph import bipartite_adjacency, distinct, rows_product, spmm
 from crossfed.methods.parts.losses import bpr, finite, l2_ego
 from crossfed.methods.parts.sampling import bpr_epoch
 from crossfed.methods.parts.transformer import dropout
@@ -69,19 +74,40 @@ from crossfed.platform.method import (
 
 
 class Config(MethodConfig):
-    """Hyperparameters of §4.2.3 of the paper, and those that its authors' code gives for Gowalla. ◇: chosen here."""
+    """Hyperparameters of §4.2.3 of the paper, and those that its authors' code gives for Gowalla.
+    ◇: chosen here.
+    """
 
     dim: PositiveInt = Field(64, description="width of the embeddings and of every layer (§4.2.3)")
     layers: int = Field(3, ge=0, description="layers L (§4.2.3); 0 is plain factorisation")
-    lr: PositiveFloat = Field(1e-4, description="Adam's learning rate (searched in §4.2.3; Gowalla's)")
+    lr: PositiveFloat = Field(
+        1e-4,
+        description="Adam's learning rate (searched in §4.2.3; Gowalla's)",
+    )
     batch_size: PositiveInt = Field(1024, description="training pairs in a batch (§4.2.3)")
     l2: NonNegativeFloat = Field(1e-5, description="λ of Eq. (11) (searched in §4.2.3; Gowalla's)")
     message_dropout: float = Field(0.1, ge=0, lt=1, description="rate on a layer's output (§4.2.3)")
-    node_dropout: float = Field(0.1, ge=0, lt=1, description="share of nodes that send nothing (§3.4.2; Gowalla's)")
-    slope: float = Field(0.2, ge=0, le=1, description="LeakyReLU's slope below 0; 1 is no activation ◇")
-    normalise: bool = Field(True, description="whether each layer's vectors have length 1 in E* (the authors' code)")
+    node_dropout: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="share of nodes that send nothing (§3.4.2; Gowalla's)",
+    )
+    slope: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="LeakyReLU's slope below 0; 1 is no activation ◇",
+    )
+    normalise: bool = Field(
+        True,
+        description="whether each layer's vectors have length 1 in E* (the authors' code)",
+    )
     epochs: int = Field(400, ge=0, description="local epochs at most (the authors' code)")
-    patience: PositiveInt | None = Field(50, description="evaluations without a better one before stopping (§4.2.3)")
+    patience: PositiveInt | None = Field(
+        50,
+        description="evaluations without a better one before stopping (§4.2.3)",
+    )
 
 
 Weights = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -92,11 +118,19 @@ Weights = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def laplacian(data: Interactions, device: torch.device | None = None) -> torch.Tensor:
-    """Eq. (8): 𝓛 = D^-1/2 A D^-1/2 with A = [[0, R], [R^T, 0]]. CSR [M + N, M + N], without self loops."""
+    """Eq. (8): 𝓛 = D^-1/2 A D^-1/2 with A = [[0, R], [R^T, 0]]. CSR [M + N, M + N], without self
+    loops.
+    """
     return bipartite_adjacency(data.n_users, data.n_items, data.users, data.items, device)
 
 
-def layer(side: torch.Tensor, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, slope: float) -> torch.Tensor:
+def layer(
+    side: torch.Tensor,
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    slope: float,
+) -> torch.Tensor:
     """Eq. (7): E^(l) = LeakyReLU((𝓛 + I) E^(l-1) W1 + 𝓛 E^(l-1) ⊙ E^(l-1) W2), for any nodes.
 
     It is Eq. (3) to (6) for all messages at once.
@@ -125,7 +159,12 @@ def predict(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
     return (users * items).sum(-1)
 
 
-def objective(final_rows: torch.Tensor, ego_rows: torch.Tensor, weights: Weights, l2: float) -> torch.Tensor:
+def objective(
+    final_rows: torch.Tensor,
+    ego_rows: torch.Tensor,
+    weights: Weights,
+    l2: float,
+) -> torch.Tensor:
     """Eq. (11): the mean of -ln σ(ŷ_ui - ŷ_uj) over a batch, + λ ½‖Θ‖² / b.
 
     Args:
@@ -147,7 +186,9 @@ def objective(final_rows: torch.Tensor, ego_rows: torch.Tensor, weights: Weights
 
 
 def sending(x: torch.Tensor, rate: float) -> torch.Tensor:
-    """What nodes send on under node dropout: their rows, or zero with probability `rate`. [n, dim] -> [n, dim]."""
+    """What nodes send on under node dropout: their rows, or zero with probability `rate`. [n, dim]
+    -> [n, dim].
+    """
     if not rate:
         return x
     keep = torch.rand(len(x), 1, device=x.device) >= rate
@@ -155,7 +196,11 @@ def sending(x: torch.Tensor, rate: float) -> torch.Tensor:
 
 
 def levels_at(
-    rows: torch.Tensor, adj: torch.Tensor, ego: torch.Tensor, weights: Weights, config: Config
+    rows: torch.Tensor,
+    adj: torch.Tensor,
+    ego: torch.Tensor,
+    weights: Weights,
+    config: Config,
 ) -> list[torch.Tensor]:
     """E^(0) … E^(L) at some nodes while training, under both kinds of dropout.
 
@@ -173,13 +218,18 @@ def levels_at(
             x = dropout(x, config.message_dropout, True)
             levels.append(x.index_select(0, rows))
         else:
-            side = rows_product(rows_of(adj, rows), source)
+            side = rows_product(adj, rows, source)
             last = layer(side, levels[-1], w1, w2, config.slope)
             levels.append(dropout(last, config.message_dropout, True))
     return levels
 
 
-def final_embeddings(adj: torch.Tensor, ego: torch.Tensor, weights: Weights, config: Config) -> torch.Tensor:
+def final_embeddings(
+    adj: torch.Tensor,
+    ego: torch.Tensor,
+    weights: Weights,
+    config: Config,
+) -> torch.Tensor:
     """E* of all nodes, without dropout. [M + N, (L + 1) dim]."""
     levels = [ego]
     for w1, w2 in weights:
@@ -216,7 +266,9 @@ class State:
 
 
 def init_domain(config: Config, ctx: Context) -> State:
-    """Draw everything on the CPU, Xavier uniform, so that a seed means the same model on every device."""
+    """Draw everything on the CPU, Xavier uniform, so that a seed means the same model on every
+    device.
+    """
     data = ctx.own
 
     def xavier(rows: int) -> torch.Tensor:
@@ -239,7 +291,7 @@ def train_epoch(state: State, inbox: Mapping[str, Payload], ctx: Context) -> Out
     for users, positives, negatives in bpr_epoch(ctx.own, config.batch_size, ctx.rng):
         b = len(users)
         nodes = torch.cat([users, positives + state.n_users, negatives + state.n_users])
-        rows, place = (part.to(ctx.device) for part in torch.unique(nodes, return_inverse=True))
+        rows, place = (part.to(ctx.device) for part in distinct(nodes, len(state.ego)))
         levels = levels_at(rows, state.adj, state.ego, state.weights, config)
         final_rows = concatenated(levels, config.normalise).index_select(0, place).view(3, b, -1)
         ego_rows = levels[0].index_select(0, place).view(3, b, -1)
@@ -276,23 +328,30 @@ def export(state: State) -> dict[str, torch.Tensor]:
 def state_dict(state: State) -> dict[str, Any]:
     """E^(0), the weights, and the whole of Adam's state: what training continues from."""
     parameters = state.parameters()
-    moments = [{key: value.clone() for key, value in state.adam.state[p].items()} for p in parameters]
+    moments = [{k: v.clone() for k, v in state.adam.state[p].items()} for p in parameters]
     return {"parameters": [p.detach().clone() for p in parameters], "adam": moments}
 
 
 def load_state_dict(state: State, saved: Mapping[str, Any]) -> None:
     """The reverse of `state_dict`, into a state of the same config and data."""
-    for parameter, value, moments in zip(state.parameters(), saved["parameters"], saved["adam"], strict=True):
+    for parameter, value, moments in zip(
+        state.parameters(),
+        saved["parameters"],
+        saved["adam"],
+        strict=True,
+    ):
         with torch.no_grad():
             parameter.copy_(value)
         # `step` stays on the parameter's device as well: the fused Adam wants it there
-        state.adam.state[parameter] = {k: v.to(parameter.device, copy=True) for k, v in moments.items()}
+        device = parameter.device
+        state.adam.state[parameter] = {k: v.to(device, copy=True) for k, v in moments.items()}
     state.final = None
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
     """One local stage; a round is an epoch."""
-    return (Stage("train", rounds=config.epochs, each=(Phase(train_epoch),), patience=config.patience),)
+    each, patience = (Phase(train_epoch),), config.patience
+    return (Stage("train", rounds=config.epochs, each=each, patience=patience),)
 
 
 METHOD = Method(

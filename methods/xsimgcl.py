@@ -1,8 +1,9 @@
-"""XSimGCL: LightGCN contrasted with one of its own layers under noise, which every domain trains alone.
+"""XSimGCL: LightGCN contrasted with one of its own layers under noise,
+which every domain trains alone.
 
 Paper
-    Yu et al., "XSimGCL: Towards Extremely Simple Graph Contrastive Learning for Recommendation", TKDE 2024,
-    arXiv 2209.02544 v4. The numbers are those of this list:
+    Yu et al., "XSimGCL: Towards Extremely Simple Graph Contrastive Learning for Recommendation",
+    TKDE 2024, arXiv 2209.02544 v4. The numbers are those of this list:
 
     =====  ==========================================================================
     no.    what
@@ -30,18 +31,20 @@ Notation
     ==========  =========================================  ================
 
 What crosses
-    Nothing: the method has one local stage, without edges. A round is one epoch over the training pairs.
+    Nothing: the method has one local stage, without edges. A round is one epoch over the training
+    pairs.
 
 Departures
-    - The L2 term is LightGCN's, ½‖rows of E^(0)‖² / b over users, positives and negatives. The authors' code
-      takes norms instead of squares, of the final vectors, without the negatives.
+    - The L2 term is LightGCN's, ½‖rows of E^(0)‖² / b over users, positives and negatives. The
+      authors' code takes norms instead of squares, of the final vectors, without the negatives.
     - The authors' code adds 1e-5 inside the logarithm of BPR, which is computed here as a softplus.
-    - The last layer is computed at a batch's nodes only, since no other enters the loss. Noise has no gradient
-      (the sign's is zero), so the backward pass is the propagation of the gradient, written out.
+    - The last layer is computed at a batch's nodes only, since no other enters the loss. Noise has
+      no gradient (the sign's is zero), so the backward pass is the propagation of the gradient,
+      written out.
 
 Not stated in the paper
-    - The rows of the contrast are the batch's distinct users, and its distinct positive items, each against
-      their own kind, as in the authors' code; the two means are added.
+    - The rows of the contrast are the batch's distinct users, and its distinct positive items, each
+      against their own kind, as in the authors' code; the two means are added.
     - A node without edges has a zero vector, whose sign is zero: it gets no noise.
     - Number of layers: 2, as in the authors' configuration file; their table of results has 3.
     - Negatives are drawn afresh every epoch, one per pair, uniformly from the items not trained on.
@@ -59,7 +62,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from torch.autograd.function import once_differentiable
 
-from crossfed.methods.parts.graph import bipartite_adjacency, rows_of
+from crossfed.methods.parts.graph import bipartite_adjacency, distinct, rows_adjoint, rows_of
 from crossfed.methods.parts.losses import bpr, finite, info_nce, l2_ego
 from crossfed.methods.parts.sampling import bpr_epoch
 from crossfed.platform.method import (
@@ -76,11 +79,14 @@ from crossfed.platform.method import (
 
 
 class Config(MethodConfig):
-    """Hyperparameters of §4.1 of the paper and of its authors' configuration file. ◇: chosen here."""
+    """Hyperparameters of §4.1 of the paper and of its authors' configuration. ◇: chosen here."""
 
     dim: PositiveInt = Field(64, description="width of the embeddings (§4.1)")
     layers: PositiveInt = Field(2, description="layers L (the authors' configuration)")
-    contrast_layer: PositiveInt = Field(1, description="the layer l* that is contrasted, 1 to L (§4.1)")
+    contrast_layer: PositiveInt = Field(
+        1,
+        description="the layer l* that is contrasted, 1 to L (§4.1)",
+    )
     weight: NonNegativeFloat = Field(0.2, description="λ of Eq. (1) (the authors' configuration)")
     noise: NonNegativeFloat = Field(0.2, description="ε of Eq. (3) (the authors' configuration)")
     temperature: PositiveFloat = Field(0.15, description="τ of Eq. (5) (§4.1)")
@@ -88,12 +94,17 @@ class Config(MethodConfig):
     batch_size: PositiveInt = Field(2048, description="training pairs in a batch (§4.1)")
     l2: NonNegativeFloat = Field(1e-4, description="weight of the L2 term (§4.1)")
     epochs: int = Field(100, ge=0, description="local epochs at most ◇")
-    patience: PositiveInt | None = Field(10, description="evaluations without a better one before stopping ◇")
+    patience: PositiveInt | None = Field(
+        10,
+        description="evaluations without a better one before stopping ◇",
+    )
 
     @model_validator(mode="after")
     def _layer_exists(self) -> Config:
         if self.contrast_layer > self.layers:
-            raise ValueError(f"contrast_layer ({self.contrast_layer}) must be one of the {self.layers} layers")
+            raise ValueError(
+                f"contrast_layer ({self.contrast_layer}) must be one of the {self.layers} layers",
+            )
         return self
 
 
@@ -103,11 +114,13 @@ class Config(MethodConfig):
 def uniform(rows: int, dim: int, device: torch.device) -> torch.Tensor:
     """U up to a common factor, uniform on (0, 1), from torch's global generator: [rows, dim].
 
-    On the CPU one 64-bit draw serves four entries, which takes them from 2^16 values, a fifth of the time.
+    On the CPU one 64-bit draw serves four entries, which takes them from 2^16 values, a fifth of
+    the time.
     """
     if device.type != "cpu":
         return torch.rand(rows, dim, device=device)
-    lanes = torch.empty(-(-rows * dim // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    draws = torch.empty(-(-rows * dim // 4), dtype=torch.int64).random_(-(2**63), None)
+    lanes = draws.view(torch.int16)
     return lanes[: rows * dim].view(rows, dim).float().add_(2**15 + 0.5)
 
 
@@ -115,13 +128,20 @@ def perturbed(x: torch.Tensor, noise: float) -> torch.Tensor:
     """Eq. (3): x + ε sign(x) ⊙ U / ‖U‖, row by row; x itself at ε = 0. [r, dim] -> [r, dim]."""
     if not noise:
         return x
-    u = uniform(*x.shape, x.device)
+    u = uniform(len(x), x.shape[1], x.device)
     u *= noise / u.norm(dim=1, keepdim=True)
     return x + u.mul_(x.sign())
 
 
-def propagated(adj: torch.Tensor, ego: torch.Tensor, layers: int, noise: float) -> list[torch.Tensor]:
-    """Eq. (4), its layers: E^(l) = Ã E^(l-1) perturbed by Eq. (3), for l = 1 … layers. [M + N, dim] each."""
+def propagated(
+    adj: torch.Tensor,
+    ego: torch.Tensor,
+    layers: int,
+    noise: float,
+) -> list[torch.Tensor]:
+    """Eq. (4), its layers: E^(l) = Ã E^(l-1) perturbed by Eq. (3), for l = 1 … layers. [M + N, dim]
+    each.
+    """
     levels, x = [], ego
     for _ in range(layers):
         x = perturbed(adj @ x, noise)
@@ -135,28 +155,40 @@ def final_embeddings(adj: torch.Tensor, ego: torch.Tensor, layers: int) -> torch
 
 
 class _Encoder(torch.autograd.Function):
-    """E, E^(l*) and E^(0) at a batch's nodes: a whole product for every layer but the last, which takes rows."""
+    """E, E^(l*) and E^(0) at a batch's nodes: a whole product for every layer but the last, which
+    takes rows.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, ego: torch.Tensor, adj: torch.Tensor, rows: torch.Tensor, config: Config
+        ctx: Any,
+        ego: torch.Tensor,
+        adj: torch.Tensor,
+        rows: torch.Tensor,
+        config: Config,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         some = rows_of(adj, rows)
         levels = propagated(adj, ego, config.layers - 1, config.noise)
         at_rows = [x.index_select(0, rows) for x in levels]
         at_rows.append(perturbed(some @ (levels[-1] if levels else ego), config.noise))
-        ctx.adj, ctx.some, ctx.rows, ctx.config, ctx.n = adj, some, rows, config, len(ego)
-        return torch.stack(at_rows).mean(0), at_rows[config.contrast_layer - 1].clone(), ego.index_select(0, rows)
+        ctx.adj, ctx.some, ctx.rows, ctx.config = adj, some, rows, config
+        return (
+            torch.stack(at_rows).mean(0),
+            at_rows[config.contrast_layer - 1].clone(),
+            ego.index_select(0, rows),
+        )
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        """dL/dE^(l-1) = Ã dL/dE^(l) + what E^(l-1) itself adds to the loss, from the last layer down to E^(0)."""
+        """dL/dE^(l-1) = Ã dL/dE^(l) + what E^(l-1) itself adds to the loss, from the last layer
+        down to E^(0).
+        """
         to_final, to_contrast, to_ego = grads
         layers, contrasted = ctx.config.layers, ctx.config.contrast_layer
         share = to_final / layers
         last = share + to_contrast if contrasted == layers else share
-        gradient = ctx.some.t() @ last
+        gradient = rows_adjoint(ctx.adj, ctx.rows, ctx.some, last)
         for level in range(layers - 1, 0, -1):
             gradient.index_add_(0, ctx.rows, share + to_contrast if contrasted == level else share)
             gradient = ctx.adj @ gradient
@@ -164,7 +196,10 @@ class _Encoder(torch.autograd.Function):
 
 
 def encode(
-    ego: torch.Tensor, adj: torch.Tensor, rows: torch.Tensor, config: Config
+    ego: torch.Tensor,
+    adj: torch.Tensor,
+    rows: torch.Tensor,
+    config: Config,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Eq. (4) at some nodes while training, with gradient to E^(0).
 
@@ -174,12 +209,18 @@ def encode(
     Returns:
         E, E^(l*) and E^(0) at them, [r, dim] each.
     """
-    encoded: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Encoder.apply(ego, adj, rows, config)  # type: ignore[no-untyped-call]
+    encoded: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Encoder.apply(
+        ego,
+        adj,
+        rows,
+        config,
+    )  # type: ignore[no-untyped-call]
     return encoded
 
 
 def contrast(final: torch.Tensor, other: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Eq. (5): the mean of -ln( exp(cos(e_i, e^(l*)_i) / τ) / Σ_j exp(cos(e_i, e^(l*)_j) / τ) ), one way only.
+    """Eq. (5): the mean of -ln( exp(cos(e_i, e^(l*)_i) / τ) / Σ_j exp(cos(e_i, e^(l*)_j) / τ) ),
+    one way only.
 
     Args:
         final, other: distinct users, or distinct items, in E and in E^(l*), [k, dim].
@@ -190,13 +231,20 @@ def contrast(final: torch.Tensor, other: torch.Tensor, temperature: float) -> to
     return info_nce(final, other, temperature)
 
 
-def recommendation(users: torch.Tensor, positives: torch.Tensor, negatives: torch.Tensor) -> torch.Tensor:
+def recommendation(
+    users: torch.Tensor,
+    positives: torch.Tensor,
+    negatives: torch.Tensor,
+) -> torch.Tensor:
     """Eq. (2): the mean of -ln σ(e_u^T e_i - e_u^T e_j). [b, dim] three times -> a scalar."""
     return bpr((users * positives).sum(1), (users * negatives).sum(1))
 
 
 def objective(
-    encoded: tuple[torch.Tensor, torch.Tensor, torch.Tensor], place: torch.Tensor, n_users: int, config: Config
+    encoded: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    place: torch.Tensor,
+    n_users: int,
+    config: Config,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Eq. (1): Eq. (2) + λ Eq. (5) of the users and of the positive items, and the L2 term.
 
@@ -212,9 +260,13 @@ def objective(
     ranking = recommendation(*(final.index_select(0, part) for part in place))
     apart = final.new_zeros(())
     if config.weight:
-        chosen = torch.unique(place[1])
+        chosen, _ = distinct(place[1], len(final))
         of_users = contrast(final[:n_users], other[:n_users], config.temperature)
-        of_items = contrast(final.index_select(0, chosen), other.index_select(0, chosen), config.temperature)
+        of_items = contrast(
+            final.index_select(0, chosen),
+            other.index_select(0, chosen),
+            config.temperature,
+        )
         apart = of_users + of_items
     penalty = l2_ego(*(ego.index_select(0, part) for part in place))
     return ranking + config.weight * apart + config.l2 * penalty, ranking, apart
@@ -241,7 +293,7 @@ class State:
 
 
 def init_domain(config: Config, ctx: Context) -> State:
-    """Draw E^(0) on the CPU, Xavier uniform, so that a seed means the same model on every device."""
+    """Draw E^(0) on the CPU, Xavier uniform, so that a seed means one model on every device."""
     data = ctx.own
     tables = [torch.empty(size, config.dim) for size in (data.n_users, data.n_items)]
     for table in tables:
@@ -259,7 +311,7 @@ def train_epoch(state: State, inbox: Mapping[str, Payload], ctx: Context) -> Out
     for users, positives, negatives in bpr_epoch(ctx.own, config.batch_size, ctx.rng):
         b = len(users)
         nodes = torch.cat([users, positives + state.n_users, negatives + state.n_users])
-        rows, place = torch.unique(nodes, return_inverse=True)
+        rows, place = distinct(nodes, len(state.ego))
         n_users = int(torch.searchsorted(rows, state.n_users))
         encoded = encode(state.ego, state.adj, rows.to(ctx.device), config)
         losses = objective(encoded, place.to(ctx.device).view(3, b), n_users, config)
@@ -304,13 +356,16 @@ def load_state_dict(state: State, saved: Mapping[str, Any]) -> None:
     with torch.no_grad():
         state.ego.copy_(saved["ego"])
     # `step` stays on the parameter's device as well: the fused Adam wants it there
-    state.adam.state[state.ego] = {k: v.to(state.ego.device, copy=True) for k, v in saved["adam"].items()}
+    device = state.ego.device
+    moments = {key: value.to(device, copy=True) for key, value in saved["adam"].items()}
+    state.adam.state[state.ego] = moments
     state.final = None
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
     """One local stage; a round is an epoch."""
-    return (Stage("train", rounds=config.epochs, each=(Phase(train_epoch),), patience=config.patience),)
+    each, patience = (Phase(train_epoch),), config.patience
+    return (Stage("train", rounds=config.epochs, each=each, patience=patience),)
 
 
 METHOD = Method(

@@ -99,8 +99,7 @@ def propagate(adj: torch.Tensor, x: torch.Tensor, layers: int) -> torch.Tensor:
 def rows_of(adj: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Some rows of a CSR matrix, as one themselves: [n, n] and int64 [r] -> CSR [r, n].
 
-    A batch's rows hold a small part of a graph's edges, so `rows_product` of them takes a small part
-    of the time of a whole product.
+    A batch's rows hold a part of a graph's edges, so a product of them takes a part of the time of a whole one.
     """
     pointer, cols, values = adj.crow_indices(), adj.col_indices(), adj.values()
     start = pointer[rows]
@@ -113,13 +112,38 @@ def rows_of(adj: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
         return torch.sparse_csr_tensor(
-            chosen, cols[place], values[place], (len(rows), adj.shape[1]), check_invariants=False
+            chosen,
+            cols.index_select(0, place),
+            values.index_select(0, place),
+            (len(rows), adj.shape[1]),
+            check_invariants=False,
         )
 
 
-def rows_product(some: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`some @ x` for any CSR matrix [r, n], with gradient to x, `some.T @ grad`. [n, d] -> [r, d]."""
-    return cast(torch.Tensor, _RowsProduct.apply(some, x))  # type: ignore[no-untyped-call]
+def rows_product(adj: torch.Tensor, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`(adj @ x)[rows]` for a *symmetric* CSR matrix [n, n], with gradient to x. int64 [r], [n, d] -> [r, d]."""
+    return cast(torch.Tensor, _RowsProduct.apply(adj, rows, x))  # type: ignore[no-untyped-call]
+
+
+def rows_adjoint(adj: torch.Tensor, rows: torch.Tensor, some: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The transpose of `some = rows_of(adj, rows)` times grad, for a *symmetric* matrix. [r, d] -> [n, d].
+
+    A transposed CSR matrix is sorted anew in every product, which pays for a small part of the edges only; for more,
+    the whole matrix is multiplied by the rows' gradients with zeros between.
+    """
+    if 4 * len(some.values()) < len(adj.values()):
+        return some.t() @ grad.contiguous()
+    return adj @ grad.new_zeros(len(adj), grad.shape[1]).index_add_(0, rows, grad)
+
+
+def distinct(nodes: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distinct numbers among int64 [m] in 0 … n-1, ascending, and where each of `nodes` is in them, [m].
+
+    As `torch.unique`, which sorts.
+    """
+    there = torch.zeros(n, dtype=torch.bool, device=nodes.device)
+    there[nodes] = True
+    return there.nonzero()[:, 0], there.cumsum(0)[nodes] - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,14 +275,15 @@ class _SymmetricProduct(torch.autograd.Function):
 
 class _RowsProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, some: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        ctx.some = some
-        return some @ x
+    def forward(ctx: Any, adj: torch.Tensor, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.adj, ctx.rows, ctx.some = adj, rows, rows_of(adj, rows)
+        product: torch.Tensor = ctx.some @ x
+        return product
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, ctx.some.t() @ grad.contiguous()
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+        return None, None, rows_adjoint(ctx.adj, ctx.rows, ctx.some, grad)
 
 
 class _Propagation(torch.autograd.Function):

@@ -1,4 +1,6 @@
-"""NeuMF's equations by hand and against plain torch, its halves, pre-training, blocked scoring, and its state."""
+"""NeuMF's equations by hand and against plain torch, its halves, pre-training, blocked scoring, and
+its state.
+"""
 
 import math
 from collections.abc import Mapping
@@ -39,7 +41,10 @@ def fresh(data: Interactions, config: Config, seed: int = 0) -> neumf.State:
 
 
 def train(
-    state: neumf.State, data: Interactions, rounds: range, stage: Stage | None = None
+    state: neumf.State,
+    data: Interactions,
+    rounds: range,
+    stage: Stage | None = None,
 ) -> list[Mapping[str, float]]:
     """Rounds of a stage, the last by default; with its opening phase before the first."""
     stage = stage or METHOD.stages(state.config)[-1]
@@ -64,15 +69,13 @@ def slow_logits(state: neumf.State, users: torch.Tensor, items: torch.Tensor) ->
     return torch.stack(rows)
 
 
-def everything(state: neumf.State) -> list[torch.Tensor]:
-    return [*state.tables.values(), *state.out.values(), *(part for pair in state.layers for part in pair)]
-
-
 # --- Equations ---
 
 
 def test_eq_8_and_eq_9_by_hand():
-    """Eq. (8): [1, 2] ⊙ [3, 4] = [3, 8]; Eq. (9) with h = [10, 1]: 38; h = [1, 1] is the inner product 11."""
+    """Eq. (8): [1, 2] ⊙ [3, 4] = [3, 8]; Eq. (9) with h = [10, 1]: 38; h = [1, 1] is the inner
+    product 11.
+    """
     p, q = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])
     assert neumf.gmf(p, q).tolist() == [[3, 8]]
     assert neumf.gmf_logit(p, q, torch.tensor([10.0, 1.0])).tolist() == [38]
@@ -92,7 +95,9 @@ def test_eq_10_by_hand():
 
 
 def test_eq_7_by_hand():
-    """Eq. (7): logits 2 and -1 with y = 1, 0.5 with y = 0: -(ln σ(2) + ln σ(-1) + ln(1 - σ(0.5))) / 3."""
+    """Eq. (7): logits 2 and -1 with y = 1, 0.5 with y = 0: -(ln σ(2) + ln σ(-1) + ln(1 - σ(0.5))) /
+    3.
+    """
     actual = neumf.cross_entropy(torch.tensor([2.0, -1.0, 0.5]), torch.tensor([1.0, 1.0, 0.0]))
     sigma = lambda x: 1 / (1 + math.exp(-x))  # noqa: E731
     expected = -(math.log(sigma(2)) + math.log(sigma(-1)) + math.log(1 - sigma(0.5))) / 3
@@ -100,13 +105,19 @@ def test_eq_7_by_hand():
 
 
 def test_eq_12_pair_by_pair(data):
-    """Eq. (12): both halves from tables of their own, joined by one output vector; with every gradient."""
+    """Eq. (12): both halves from tables of their own, joined by one output vector; with every
+    gradient.
+    """
     state = fresh(data, SMALL)
     users, items = torch.tensor([0, 4, 11, 4]), torch.tensor([8, 0, 3, 1])
     actual, expected = neumf.logits(state, users, items), slow_logits(state, users, items)
     torch.testing.assert_close(actual, expected)
-    mine = torch.autograd.grad(actual.square().sum(), everything(state))
-    for gradient, other in zip(mine, torch.autograd.grad(expected.square().sum(), everything(state)), strict=True):
+    mine = torch.autograd.grad(actual.square().sum(), state.everything())
+    for gradient, other in zip(
+        mine,
+        torch.autograd.grad(expected.square().sum(), state.everything()),
+        strict=True,
+    ):
         torch.testing.assert_close(gradient, other)
 
 
@@ -134,10 +145,12 @@ def test_with_h_mlp_zero_it_is_gmf_and_with_h_gmf_one_it_is_matrix_factorisation
 
 @pytest.mark.parametrize("negatives", [1, 4])
 def test_an_epoch_is_plain_adam_on_the_slow_equations(data, negatives):
-    """Two epochs: the same instances pair by pair, Eq. (7) written with σ, autograd, and the unfused Adam."""
+    """Two epochs: the same instances pair by pair, Eq. (7) written with σ, autograd, and the
+    unfused Adam.
+    """
     config = changed(SMALL, negatives=negatives, lr=0.02)
     state, other = fresh(data, config), fresh(data, config)
-    adam = torch.optim.Adam(everything(other), lr=0.02, foreach=False, fused=False)
+    adam = torch.optim.Adam(other.everything(), lr=0.02, foreach=False, fused=False)
     losses = []
     for epoch in (1, 2):
         total, count = 0.0, 0
@@ -152,12 +165,14 @@ def test_an_epoch_is_plain_adam_on_the_slow_equations(data, negatives):
         losses.append(total / count)
     metrics = train(state, data, range(1, 3))
     assert [m["loss"] for m in metrics] == pytest.approx(losses, rel=1e-4)
-    for mine, theirs in zip(everything(state), everything(other), strict=True):
+    for mine, theirs in zip(state.everything(), other.everything(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_it_learns_two_tastes():
-    """Two groups of users that buy from two halves of the shelf: unseen items of one's own half come to score higher."""
+    """Two groups of users that buy from two halves of the shelf: unseen items of one's own half
+    come to score higher.
+    """
     rng = np.random.default_rng(0)
     users = np.repeat(np.arange(40), 6)
     items = np.concatenate([rng.permutation(12)[:6] + 12 * (user % 2) for user in range(40)])
@@ -167,7 +182,8 @@ def test_it_learns_two_tastes():
     scores = METHOD.score(state, np.arange(40)).numpy().copy()
     own = (np.arange(24)[None, :] // 12) == (np.arange(40)[:, None] % 2)
     scores[users, items] = np.nan
-    own_half, other_half = (np.nanmean(np.where(mask, scores, np.nan), axis=1) for mask in (own, ~own))
+    own_half = np.nanmean(np.where(own, scores, np.nan), axis=1)
+    other_half = np.nanmean(np.where(own, np.nan, scores), axis=1)
     assert (own_half > other_half + 0.5).all()
     assert metrics[-1]["loss"] < 0.7 * metrics[0]["loss"]
 
@@ -177,7 +193,10 @@ def test_dropout_is_on_while_training_only(data):
     users, items = torch.arange(9), torch.arange(9)
     assert not torch.equal(neumf.logits(state, users, items), neumf.logits(state, users, items))
     assert torch.equal(METHOD.score(state, users.numpy()), METHOD.score(state, users.numpy()))
-    torch.testing.assert_close(METHOD.score(state, users.numpy()).diagonal(), slow_logits(state, users, items).detach())
+    torch.testing.assert_close(
+        METHOD.score(state, users.numpy()).diagonal(),
+        slow_logits(state, users, items).detach(),
+    )
 
 
 def test_weight_decay_shrinks_what_is_not_trained_on(data):
@@ -196,16 +215,19 @@ def test_weight_decay_shrinks_what_is_not_trained_on(data):
 def test_each_half_is_trained_alone_and_the_other_rests(data):
     state = fresh(data, changed(SMALL, pretrain=2))
     gmf, mlp, _ = METHOD.stages(state.config)
-    start = [value.detach().clone() for value in everything(state)]
+    start = [value.detach().clone() for value in state.everything()]
     train(state, data, range(1, 3), gmf)
-    after_gmf = [value.detach().clone() for value in everything(state)]
+    after_gmf = [value.detach().clone() for value in state.everything()]
     moved = [not torch.equal(a, b) for a, b in zip(start, after_gmf, strict=True)]
     assert moved == [True, True, False, False, True, False, False, False, False, False]
     users = np.array([3, 0])
     p, q = (state.tables[f"gmf_{side}"].detach() for side in ("users", "items"))
-    torch.testing.assert_close(METHOD.score(state, users), (p[users] * state.out["gmf"].detach()) @ q.T)
+    torch.testing.assert_close(
+        METHOD.score(state, users),
+        (p[users] * state.out["gmf"].detach()) @ q.T,
+    )
     train(state, data, range(1, 3), mlp)
-    moved = [not torch.equal(a, b) for a, b in zip(after_gmf, everything(state), strict=True)]
+    moved = [not torch.equal(a, b) for a, b in zip(after_gmf, state.everything(), strict=True)]
     assert moved == [False, False, True, True, False, True, True, True, True, True]
     whole = slow_logits(state, torch.full((N_ITEMS,), 3), torch.arange(N_ITEMS)).detach()
     by_gmf = (p[3] * state.out["gmf"].detach()) @ q.T
@@ -213,7 +235,9 @@ def test_each_half_is_trained_alone_and_the_other_rests(data):
 
 
 def test_join_puts_both_halves_together_and_goes_on_with_sgd(data):
-    """Right after it h is [α h^GMF; (1 - α) h^MLP]; one step of plain SGD moves by lr times the gradient."""
+    """Right after it h is [α h^GMF; (1 - α) h^MLP]; one step of plain SGD moves by lr times the
+    gradient.
+    """
     config = changed(SMALL, pretrain=1, alpha=0.25, lr=0.05, batch_size=1000)
     state = fresh(data, config)
     gmf, mlp, joint = METHOD.stages(config)
@@ -226,10 +250,15 @@ def test_join_puts_both_halves_together_and_goes_on_with_sgd(data):
     ((u, i, y),) = pointwise_epoch(data, 1000, 4, context(data, "train", 1).rng)
     loss = neumf.cross_entropy(slow_logits(state, u, i), y)
     expected = [
-        v - 0.05 * g for v, g in zip(everything(state), torch.autograd.grad(loss, everything(state)), strict=True)
+        v - 0.05 * g
+        for v, g in zip(
+            state.everything(),
+            torch.autograd.grad(loss, state.everything()),
+            strict=True,
+        )
     ]
     train(state, data, range(1, 2), Stage("train", 1, joint.each))
-    for value, wanted in zip(everything(state), expected, strict=True):
+    for value, wanted in zip(state.everything(), expected, strict=True):
         torch.testing.assert_close(value, wanted)
 
 
@@ -275,7 +304,10 @@ def test_scoring_in_blocks_is_eq_12_for_every_item_and_exports_the_same(data, en
     users = np.array([5, 11, 0, 5])
     scores = METHOD.score(state, users)
     assert not scores.requires_grad
-    pairs = torch.from_numpy(users).repeat_interleave(N_ITEMS), torch.arange(N_ITEMS).repeat(len(users))
+    pairs = (
+        torch.from_numpy(users).repeat_interleave(N_ITEMS),
+        torch.arange(N_ITEMS).repeat(len(users)),
+    )
     torch.testing.assert_close(scores, slow_logits(state, *pairs).detach().view(-1, N_ITEMS))
     exported = METHOD.export(state)
     assert torch.equal(METHOD.score_exported(exported, users), scores)
@@ -286,7 +318,11 @@ def test_no_layer_of_a_block_is_larger_than_allowed(data, monkeypatch):
     state = fresh(data, changed(SMALL, widths=[5, 3, 2]))
     sizes = []
     real = torch.addmm
-    monkeypatch.setattr(torch, "addmm", lambda *args: sizes.append(real(*args).numel()) or real(*args))
+    monkeypatch.setattr(
+        torch,
+        "addmm",
+        lambda *args: sizes.append(real(*args).numel()) or real(*args),
+    )
     neumf.score_exported(METHOD.export(state), np.zeros(50, np.int64), 4 * N_ITEMS * 5)
     assert len(sizes) == 1 + 2 * 13
     assert max(sizes) <= 4 * N_ITEMS * 5
@@ -302,9 +338,12 @@ def test_continuing_from_a_checkpoint_equals_a_straight_run_bit_for_bit(data, tm
     train(first, data, range(1, 3))
     checkpoint.save(tmp_path / "shop", METHOD.state_dict(first))
     METHOD.load_state_dict(second, checkpoint.load(tmp_path / "shop"))
-    assert torch.equal(METHOD.score(second, np.arange(N_USERS)), METHOD.score(first, np.arange(N_USERS)))
+    assert torch.equal(
+        METHOD.score(second, np.arange(N_USERS)),
+        METHOD.score(first, np.arange(N_USERS)),
+    )
     assert train(second, data, range(3, 5)) == expected[2:]
-    for mine, other in zip(everything(second), everything(straight), strict=True):
+    for mine, other in zip(second.everything(), straight.everything(), strict=True):
         assert torch.equal(mine, other)
         for key, value in straight.optimizer.state[other].items():
             assert torch.equal(second.optimizer.state[mine][key], value), key
@@ -321,7 +360,8 @@ def test_a_state_saved_in_any_stage_loads_into_a_fresh_one(data, stage, tmp_path
     assert other.halves == state.halves and type(other.optimizer) is type(state.optimizer)
     current = METHOD.stages(config)[stage]
     assert train(other, data, range(3, 5), current) == train(state, data, range(3, 5), current)
-    assert all(torch.equal(a, b) for a, b in zip(everything(other), everything(state), strict=True))
+    for mine, wanted in zip(other.everything(), state.everything(), strict=True):
+        assert torch.equal(mine, wanted)
 
 
 def test_a_saved_state_does_not_move_with_training(data):
@@ -335,7 +375,9 @@ def test_a_saved_state_does_not_move_with_training(data):
 
 
 def test_initial_values(data):
-    """Tables N(0, std²), all different; kernels Glorot uniform; h Glorot as one layer of both halves; biases 0."""
+    """Tables N(0, std²), all different; kernels Glorot uniform; h Glorot as one layer of both
+    halves; biases 0.
+    """
     big = Interactions.build(500, 300, data.users, data.items)
     state = fresh(big, Config(std=0.03))
     for name, table in state.tables.items():
@@ -343,11 +385,13 @@ def test_initial_values(data):
     assert not torch.equal(state.tables["mlp_users"][:300], state.tables["mlp_items"])
     assert [tuple(weight.shape) for weight, _ in state.layers] == [(64, 32), (32, 16), (16, 8)]
     for weight, bias in state.layers:
-        assert 0.9 * (6 / sum(weight.shape)) ** 0.5 < weight.abs().max() <= (6 / sum(weight.shape)) ** 0.5
+        bound = (6 / sum(weight.shape)) ** 0.5
+        assert 0.9 * bound < weight.abs().max() <= bound
         assert (bias == 0).all()
     assert torch.cat([state.out["gmf"], state.out["mlp"]]).abs().max() <= (6 / 17) ** 0.5
     again, another = fresh(big, Config(std=0.03)), fresh(big, Config(std=0.03), seed=1)
-    assert all(torch.equal(a, b) for a, b in zip(everything(state), everything(again), strict=True))
+    for mine, same in zip(state.everything(), again.everything(), strict=True):
+        assert torch.equal(mine, same)
     assert not torch.equal(state.tables["gmf_users"], another.tables["gmf_users"])
 
 
@@ -362,7 +406,12 @@ def test_it_is_local_and_sends_nothing():
 
 def test_presets_hold_the_papers_sizes():
     """Section 4.1: eight factors, 32 → 16 → 8; and P2P-IAGR's protocol."""
-    assert (Config().factors, Config().widths, Config().negatives, Config().batch_size) == (8, (32, 16, 8), 4, 256)
+    assert (Config().factors, Config().widths, Config().negatives, Config().batch_size) == (
+        8,
+        (32, 16, 8),
+        4,
+        256,
+    )
     assert build("neumf", preset="pretrained").config["pretrain"] == 20
     p2p = build("neumf", preset="p2p-iagr").config
     assert (p2p["factors"], p2p["batch_size"], p2p["weight_decay"]) == (64, 1024, 0.001)

@@ -1,4 +1,6 @@
-"""NGCF's equations against node-by-node and dense versions, its reduction to LightGCN, both dropouts, and its state."""
+"""NGCF's equations against node-by-node and dense versions, its reduction to LightGCN, both
+dropouts, and its state.
+"""
 
 import math
 from collections.abc import Mapping
@@ -58,9 +60,18 @@ def weights_of(layers: int, dim: int) -> list[tuple[torch.Tensor, torch.Tensor]]
     return [(torch.randn(dim, dim), torch.randn(dim, dim)) for _ in range(layers)]
 
 
-def slow_layer(data: Interactions, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, slope: float) -> torch.Tensor:
+def slow_layer(
+    data: Interactions,
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    slope: float,
+) -> torch.Tensor:
     """Eq. (3) to (6), message by message."""
-    degree = torch.bincount(torch.from_numpy(np.concatenate([data.users, N_USERS + data.items])), minlength=NODES)
+    degree = torch.bincount(
+        torch.from_numpy(np.concatenate([data.users, N_USERS + data.items])),
+        minlength=NODES,
+    )
     received = x @ w1  # what each node sends itself
     for u, i in zip(data.users.tolist(), (N_USERS + data.items).tolist(), strict=True):
         p = 1 / math.sqrt(int(degree[u]) * int(degree[i]))
@@ -69,7 +80,12 @@ def slow_layer(data: Interactions, x: torch.Tensor, w1: torch.Tensor, w2: torch.
     return torch.where(received > 0, received, slope * received)
 
 
-def slow_final(data: Interactions, ego: torch.Tensor, weights: ngcf.Weights, config: Config) -> torch.Tensor:
+def slow_final(
+    data: Interactions,
+    ego: torch.Tensor,
+    weights: ngcf.Weights,
+    config: Config,
+) -> torch.Tensor:
     levels, x = [ego], ego
     for w1, w2 in weights:
         x = slow_layer(data, x, w1, w2, config.slope)
@@ -97,7 +113,8 @@ def test_eq_7_is_eq_3_to_6_message_by_message(data, slope):
 def test_eq_7_by_hand():
     """Eq. (7) with dim = 1: one user x = 2, one item y = -3, 𝓛 swaps them, W1 = 5, W2 = 7.
 
-    (𝓛 + I)E W1 = (-3 + 2)·5 = -5 for both, the bi-interaction -6·7 = -42 for both: -47, times the slope.
+    (𝓛 + I)E W1 = (-3 + 2)·5 = -5 for both, the bi-interaction -6·7 = -42 for both: -47, times the
+    slope.
     """
     x, side = torch.tensor([[2.0], [-3.0]]), torch.tensor([[-3.0], [2.0]])
     w1, w2 = torch.tensor([[5.0]]), torch.tensor([[7.0]])
@@ -106,7 +123,9 @@ def test_eq_7_by_hand():
 
 
 def test_eq_9_by_hand():
-    """Eq. (9): [1, 2] ‖ [3, 4]; normalised, the second becomes [0.6, 0.8] and the learned one stays."""
+    """Eq. (9): [1, 2] ‖ [3, 4]; normalised, the second becomes [0.6, 0.8] and the learned one
+    stays.
+    """
     levels = [torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])]
     assert ngcf.concatenated(levels, False).tolist() == [[1, 2, 3, 4]]
     torch.testing.assert_close(ngcf.concatenated(levels, True), torch.tensor([[1, 2, 0.6, 0.8]]))
@@ -119,7 +138,8 @@ def test_eq_10_by_hand():
 
 
 def test_eq_11_by_hand():
-    """Eq. (11), λ = 0.1, b = 2, width 1: u = [1, 2], i = [2, 0], j = [1, 1] in E*, so differences 1 and -2.
+    """Eq. (11), λ = 0.1, b = 2, width 1: u = [1, 2], i = [2, 0], j = [1, 1] in E*, so differences 1
+    and -2.
 
     Squares: of the rows of E^(0) 1 + 4 + 9 + 16 + 25 + 36 = 91, of W1 and W2 49 + 64 = 113.
     """
@@ -142,7 +162,9 @@ def test_all_layers_of_eq_7_concatenated_by_eq_9(data, layers, normalise):
 
 @pytest.mark.parametrize("layers", [0, 1, 2, 3])
 def test_a_batch_needs_the_last_layer_at_its_nodes_only(data, layers):
-    """Training's layers at some nodes are those of all nodes, and so are the gradients to E^(0) and the weights."""
+    """Training's layers at some nodes are those of all nodes, and so are the gradients to E^(0) and
+    the weights.
+    """
     config = Config(dim=4, layers=layers, normalise=False, **STILL)
     ego = torch.randn(NODES, 4, requires_grad=True)
     weights = [(a.requires_grad_(), b.requires_grad_()) for a, b in weights_of(layers, 4)]
@@ -161,7 +183,9 @@ def test_a_batch_needs_the_last_layer_at_its_nodes_only(data, layers):
 
 
 def test_without_weights_and_activation_it_is_lightgcn_with_self_loops(data):
-    """W2 = 0, W1 = I, slope 1, the layers summed: Σ (𝓛 + I)^l E, which is LightGCN on 𝓛 + I up to its mean's 1 / (L + 1)."""
+    """W2 = 0, W1 = I, slope 1, the layers summed: Σ (𝓛 + I)^l E, which is LightGCN on 𝓛 + I up to
+    its mean's 1 / (L + 1).
+    """
     config = Config(dim=4, layers=3, slope=1.0, normalise=False, **STILL)
     ego, weights = torch.randn(NODES, 4), [(torch.eye(4), torch.zeros(4, 4))] * 3
     concatenation = ngcf.final_embeddings(ngcf.laplacian(data), ego, weights, config)
@@ -169,21 +193,29 @@ def test_without_weights_and_activation_it_is_lightgcn_with_self_loops(data):
     summed = concatenation.view(NODES, 4, 4).sum(1)
     torch.testing.assert_close(summed / 4, propagate(with_loops, ego, 3))
     rows = torch.arange(NODES)
-    trained = ngcf.concatenated(ngcf.levels_at(rows, ngcf.laplacian(data), ego, weights, config), False)
+    trained = ngcf.concatenated(
+        ngcf.levels_at(rows, ngcf.laplacian(data), ego, weights, config),
+        False,
+    )
     torch.testing.assert_close(trained, concatenation)
 
 
 def test_without_layers_it_is_matrix_factorisation(data):
     state = fresh(data, Config(dim=4, layers=0))
     users = np.array([3, 0])
-    torch.testing.assert_close(METHOD.score(state, users), (state.ego[users] @ state.ego[N_USERS:].T).detach())
+    torch.testing.assert_close(
+        METHOD.score(state, users),
+        (state.ego[users] @ state.ego[N_USERS:].T).detach(),
+    )
 
 
 # --- Dropout ---
 
 
 def test_a_dropped_node_sends_nothing_and_others_make_up_for_it():
-    """Whole rows fall out, at the rate; what is left is divided by 1 - p, so that the expected sum stays."""
+    """Whole rows fall out, at the rate; what is left is divided by 1 - p, so that the expected sum
+    stays.
+    """
     torch.manual_seed(0)
     sent = ngcf.sending(torch.ones(20_000, 3), 0.25)
     assert sent.unique().tolist() == pytest.approx([0, 4 / 3])
@@ -192,13 +224,20 @@ def test_a_dropped_node_sends_nothing_and_others_make_up_for_it():
 
 
 def test_node_dropout_leaves_a_nodes_message_to_itself(data, monkeypatch):
-    """With every node dropped, only I of 𝓛 + I is left, in whole layers and in the last: E W1, then E W1 W1."""
+    """With every node dropped, only I of 𝓛 + I is left, in whole layers and in the last: E W1, then
+    E W1 W1.
+    """
     monkeypatch.setattr(ngcf, "sending", lambda x, rate: torch.zeros_like(x))
     config = Config(dim=4, layers=2, slope=1.0, message_dropout=0.0)
     ego, weights, rows = torch.randn(NODES, 4), weights_of(2, 4), torch.tensor([1, 15])
     _, first, second = ngcf.levels_at(rows, ngcf.laplacian(data), ego, weights, config)
     torch.testing.assert_close(first, (ego @ weights[0][0])[rows])
-    torch.testing.assert_close(second, (ego @ weights[0][0] @ weights[1][0])[rows], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        second,
+        (ego @ weights[0][0] @ weights[1][0])[rows],
+        rtol=1e-4,
+        atol=1e-4,
+    )
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -219,7 +258,11 @@ def test_message_dropout_is_on_every_layers_output_while_training_only(data, lay
 
 def test_each_dropout_changes_training(data):
     losses = {
-        rates: train(fresh(data, Config(dim=4, message_dropout=rates[0], node_dropout=rates[1])), data, range(1, 3))
+        rates: train(
+            fresh(data, Config(dim=4, message_dropout=rates[0], node_dropout=rates[1])),
+            data,
+            range(1, 3),
+        )
         for rates in [(0.0, 0.0), (0.3, 0.0), (0.0, 0.3)]
     }
     assert len({tuple(m["loss"] for m in metrics) for metrics in losses.values()}) == 3
@@ -229,7 +272,9 @@ def test_each_dropout_changes_training(data):
 
 
 def test_an_epoch_is_plain_adam_on_the_slow_equations(data):
-    """Two epochs: the same batches through single messages, autograd through all of it, and the unfused Adam."""
+    """Two epochs: the same batches through single messages, autograd through all of it, and the
+    unfused Adam.
+    """
     config = Config(dim=3, layers=2, lr=0.02, batch_size=16, l2=0.05, **STILL)
     state = fresh(data, config)
     ego = state.ego.detach().clone().requires_grad_()
@@ -259,7 +304,9 @@ def test_an_epoch_is_plain_adam_on_the_slow_equations(data):
 
 
 def test_it_learns_two_tastes():
-    """Two groups of users that buy from two halves of the shelf: unseen items of one's own half come to score higher."""
+    """Two groups of users that buy from two halves of the shelf: unseen items of one's own half
+    come to score higher.
+    """
     rng = np.random.default_rng(0)
     users = np.repeat(np.arange(40), 6)
     items = np.concatenate([rng.permutation(12)[:6] + 12 * (user % 2) for user in range(40)])
@@ -269,7 +316,8 @@ def test_it_learns_two_tastes():
     scores = METHOD.score(state, np.arange(40)).numpy().copy()
     own = (np.arange(24)[None, :] // 12) == (np.arange(40)[:, None] % 2)
     scores[users, items] = np.nan
-    own_half, other_half = (np.nanmean(np.where(mask, scores, np.nan), axis=1) for mask in (own, ~own))
+    own_half = np.nanmean(np.where(own, scores, np.nan), axis=1)
+    other_half = np.nanmean(np.where(own, np.nan, scores), axis=1)
     assert (own_half > other_half + 0.5).all()
     assert metrics[-1]["loss"] < 0.7 * metrics[0]["loss"]
 
@@ -280,14 +328,21 @@ def test_it_learns_two_tastes():
 def test_score_is_eq_10_for_every_item_and_exports_the_same(data):
     state = fresh(data, Config(dim=4, layers=2))
     final = slow_final(
-        data, state.ego.detach(), [tuple(w.detach() for w in pair) for pair in state.weights], state.config
+        data,
+        state.ego.detach(),
+        [tuple(w.detach() for w in pair) for pair in state.weights],
+        state.config,
     )
     users = np.array([5, 11, 0])
     scores = METHOD.score(state, users)
     assert not scores.requires_grad
-    torch.testing.assert_close(scores, torch.stack([ngcf.predict(final[u], final[N_USERS:]) for u in users]))
+    expected = torch.stack([ngcf.predict(final[u], final[N_USERS:]) for u in users])
+    torch.testing.assert_close(scores, expected)
     exported = METHOD.export(state)
-    assert {name: tuple(value.shape) for name, value in exported.items()} == {"users": (12, 12), "items": (9, 12)}
+    assert {name: tuple(value.shape) for name, value in exported.items()} == {
+        "users": (12, 12),
+        "items": (9, 12),
+    }
     assert torch.equal(METHOD.score_exported(exported, users), scores)
 
 
@@ -309,7 +364,10 @@ def test_continuing_from_a_checkpoint_equals_a_straight_run_bit_for_bit(data, tm
     checkpoint.save(tmp_path / "shop", METHOD.state_dict(first))
     METHOD.score(second, np.array([0]))  # a cache that loading must drop
     METHOD.load_state_dict(second, checkpoint.load(tmp_path / "shop"))
-    assert torch.equal(METHOD.score(second, np.arange(N_USERS)), METHOD.score(first, np.arange(N_USERS)))
+    assert torch.equal(
+        METHOD.score(second, np.arange(N_USERS)),
+        METHOD.score(first, np.arange(N_USERS)),
+    )
     assert train(second, data, range(3, 5)) == expected[2:]
     for mine, other in zip(second.parameters(), straight.parameters(), strict=True):
         assert torch.equal(mine, other)
@@ -339,10 +397,16 @@ def test_a_state_saved_before_training_loads(data):
 
 
 def test_initial_values(data):
-    """Xavier uniform: within √(6 / (rows + columns)) for each table and each weight. The seed decides."""
+    """Xavier uniform: within √(6 / (rows + columns)) for each table and each weight. The seed
+    decides.
+    """
     big = Interactions.build(500, 300, data.users, data.items)
     state = fresh(big, Config(dim=16))
-    tables = [(state.ego[:500], 516), (state.ego[500:], 316), *((w, 32) for pair in state.weights for w in pair)]
+    tables = [
+        (state.ego[:500], 516),
+        (state.ego[500:], 316),
+        *((w, 32) for pair in state.weights for w in pair),
+    ]
     for table, fan in tables:
         assert 0.9 * (6 / fan) ** 0.5 < table.abs().max() <= (6 / fan) ** 0.5
     assert len({w.sum().item() for w in state.parameters()}) == 7
@@ -362,4 +426,9 @@ def test_it_is_local_and_sends_nothing():
 
 def test_the_preset_of_fedcrf_is_its_protocol():
     config = build("ngcf", preset="fedcrf").config
-    assert (config["dim"], config["layers"], config["lr"], config["batch_size"]) == (64, 2, 0.005, 1024)
+    assert (config["dim"], config["layers"], config["lr"], config["batch_size"]) == (
+        64,
+        2,
+        0.005,
+        1024,
+    )
