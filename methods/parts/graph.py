@@ -1,8 +1,9 @@
 """Graph propagation: normalised adjacencies as sparse CSR matrices, and products that use their symmetry.
 
-Every adjacency here is symmetric, so the gradient of `adj @ x` is `adj @ grad`: no transpose is ever built, and a whole
-propagation is its own backward pass. Adjacencies are constants to which no gradient flows, but for `weighted_product`,
-whose edge weights are learned. A loss that looks at a batch's nodes needs the last layer at these only: `rows_of`.
+Every adjacency here is symmetric, so the gradient of `adj @ x` is `adj @ grad`: no transpose of it
+is ever built, and a whole propagation is its own backward pass. Adjacencies are constants to which
+no gradient flows, but for `weighted_product`, whose edge weights are learned. A loss that looks at
+a batch's nodes needs the last layer at these only: `rows_of`.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def propagate(adj: torch.Tensor, x: torch.Tensor, layers: int) -> torch.Tensor:
 def rows_of(adj: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Some rows of a CSR matrix, as one themselves: [n, n] and int64 [r] -> CSR [r, n].
 
-    A batch's rows hold a part of a graph's edges, so a product of them takes a part of the time of a whole one.
+    A batch's rows hold a part of a graph's edges: their product takes a part of a whole one's time.
     """
     pointer, cols, values = adj.crow_indices(), adj.col_indices(), adj.values()
     start = pointer[rows]
@@ -121,15 +122,33 @@ def rows_of(adj: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def rows_product(adj: torch.Tensor, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`(adj @ x)[rows]` for a *symmetric* CSR matrix [n, n], with gradient to x. int64 [r], [n, d] -> [r, d]."""
+    """`(adj @ x)[rows]` for a *symmetric* CSR matrix [n, n], with gradient to x.
+
+    Args:
+        rows: int64 [r]. x: [n, d].
+
+    Returns:
+        [r, d].
+    """
     return cast(torch.Tensor, _RowsProduct.apply(adj, rows, x))  # type: ignore[no-untyped-call]
 
 
-def rows_adjoint(adj: torch.Tensor, rows: torch.Tensor, some: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The transpose of `some = rows_of(adj, rows)` times grad, for a *symmetric* matrix. [r, d] -> [n, d].
+def rows_adjoint(
+    adj: torch.Tensor,
+    rows: torch.Tensor,
+    some: torch.Tensor,
+    grad: torch.Tensor,
+) -> torch.Tensor:
+    """The transpose of `some = rows_of(adj, rows)` times grad, for a *symmetric* matrix.
 
-    A transposed CSR matrix is sorted anew in every product, which pays for a small part of the edges only; for more,
-    the whole matrix is multiplied by the rows' gradients with zeros between.
+    A transposed CSR matrix is sorted anew in every product, which pays for a small part of the
+    edges only; for more, the whole matrix is multiplied by the rows' gradients, zeros between.
+
+    Args:
+        grad: [r, d].
+
+    Returns:
+        [n, d].
     """
     if 4 * len(some.values()) < len(adj.values()):
         return some.t() @ grad.contiguous()
@@ -137,9 +156,9 @@ def rows_adjoint(adj: torch.Tensor, rows: torch.Tensor, some: torch.Tensor, grad
 
 
 def distinct(nodes: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distinct numbers among int64 [m] in 0 … n-1, ascending, and where each of `nodes` is in them, [m].
+    """The distinct numbers of int64 [m] in 0 … n-1, ascending, and each one's place in them, [m].
 
-    As `torch.unique`, which sorts.
+    As `torch.unique` with the inverse, which sorts and takes many times as long.
     """
     there = torch.zeros(n, dtype=torch.bool, device=nodes.device)
     there[nodes] = True

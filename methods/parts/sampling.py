@@ -11,7 +11,7 @@ import torch
 from crossfed.platform.method import Interactions
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Three columns of one length on the CPU: users, positives and negatives, or users, items and labels."""
+"""Three columns of one length on the CPU: users, positives, negatives; or users, items, labels."""
 
 
 def bpr_epoch(data: Interactions, batch_size: int, rng: np.random.Generator) -> Iterator[Batch]:
@@ -33,11 +33,17 @@ def bpr_epoch(data: Interactions, batch_size: int, rng: np.random.Generator) -> 
         yield users[batch], positives[batch], negatives[batch]
 
 
-def pointwise_epoch(data: Interactions, batch_size: int, negatives: int, rng: np.random.Generator) -> Iterator[Batch]:
-    """One shuffled pass over all training pairs, labelled 1, and `negatives` unseen items for each, labelled 0.
+def pointwise_epoch(
+    data: Interactions,
+    batch_size: int,
+    negatives: int,
+    rng: np.random.Generator,
+) -> Iterator[Batch]:
+    """One shuffled pass over all training pairs, labelled 1, and unseen items, labelled 0.
 
-    Negatives are drawn independently, so one may come twice; none is one the user has trained on. A user who has
-    every item comes with positives only. The last batch may be smaller.
+    Every pair has its `negatives`, drawn independently, so one may come twice; none is one the user
+    has trained on. A user who has every item comes with positives only. The last batch may be
+    smaller.
 
     Yields:
         Users and items, int64 [b] each, and their labels, float32 [b], on the CPU.
@@ -46,7 +52,8 @@ def pointwise_epoch(data: Interactions, batch_size: int, negatives: int, rng: np
         ValueError: `batch_size` is not positive, or `negatives` is negative.
     """
     if batch_size < 1 or negatives < 0:
-        raise ValueError(f"batch_size ({batch_size}) must be positive, negatives ({negatives}) not below 0")
+        sizes = f"batch_size ({batch_size}) must be positive, negatives ({negatives}) not below 0"
+        raise ValueError(sizes)
     owners = np.repeat(data.users, negatives)
     drawn = draw_negatives(data, owners, rng)
     users = np.concatenate([data.users, owners[drawn >= 0]])
