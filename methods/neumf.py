@@ -247,8 +247,8 @@ def logits(state: State, users: torch.Tensor, items: torch.Tensor) -> torch.Tens
     """
     total = torch.zeros(len(users), device=users.device)
     for half in state.halves:
-        p = F.embedding(users, state.tables[f"{half}_users"])
-        q = F.embedding(items, state.tables[f"{half}_items"])
+        p = state.tables[f"{half}_users"].index_select(0, users)
+        q = state.tables[f"{half}_items"].index_select(0, items)
         if half == "gmf":
             total = total + gmf_logit(p, q, state.out[half])
         else:
