@@ -1,8 +1,9 @@
 """Graph propagation: normalised adjacencies as sparse CSR matrices, and products that use their symmetry.
 
-Every matrix here is symmetric, so the gradient of `adj @ x` is `adj @ grad`: no transpose is ever built, and a whole
-propagation is its own backward pass. Adjacencies are constants to which no gradient flows, but for `weighted_product`,
-whose edge weights are learned.
+Every adjacency here is symmetric, so the gradient of `adj @ x` is `adj @ grad`: no transpose of it
+is ever built, and a whole propagation is its own backward pass. Adjacencies are constants to which
+no gradient flows, but for `weighted_product`, whose edge weights are learned. A loss that looks at
+a batch's nodes needs the last layer at these only: `rows_of`.
 """
 
 from __future__ import annotations
@@ -94,6 +95,74 @@ def propagate(adj: torch.Tensor, x: torch.Tensor, layers: int) -> torch.Tensor:
     if layers < 0:
         raise ValueError(f"layers must not be negative, got {layers}")
     return cast(torch.Tensor, _Propagation.apply(adj, x, layers))  # type: ignore[no-untyped-call]
+
+
+def rows_of(adj: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of a CSR matrix, as one themselves: [n, n] and int64 [r] -> CSR [r, n].
+
+    A batch's rows hold a part of a graph's edges: their product takes a part of a whole one's time.
+    """
+    pointer, cols, values = adj.crow_indices(), adj.col_indices(), adj.values()
+    start = pointer[rows]
+    count = pointer[rows + 1] - start
+    chosen = torch.zeros(len(rows) + 1, dtype=pointer.dtype, device=pointer.device)
+    torch.cumsum(count, 0, dtype=pointer.dtype, out=chosen[1:])
+    total = int(chosen[-1])
+    place = torch.arange(total, dtype=pointer.dtype, device=pointer.device)
+    place += torch.repeat_interleave(start - chosen[:-1], count, output_size=total)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
+        return torch.sparse_csr_tensor(
+            chosen,
+            cols.index_select(0, place),
+            values.index_select(0, place),
+            (len(rows), adj.shape[1]),
+            check_invariants=False,
+        )
+
+
+def rows_product(adj: torch.Tensor, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`(adj @ x)[rows]` for a *symmetric* CSR matrix [n, n], with gradient to x.
+
+    Args:
+        rows: int64 [r]. x: [n, d].
+
+    Returns:
+        [r, d].
+    """
+    return cast(torch.Tensor, _RowsProduct.apply(adj, rows, x))  # type: ignore[no-untyped-call]
+
+
+def rows_adjoint(
+    adj: torch.Tensor,
+    rows: torch.Tensor,
+    some: torch.Tensor,
+    grad: torch.Tensor,
+) -> torch.Tensor:
+    """The transpose of `some = rows_of(adj, rows)` times grad, for a *symmetric* matrix.
+
+    A transposed CSR matrix is sorted anew in every product, which pays for a small part of the
+    edges only; for more, the whole matrix is multiplied by the rows' gradients, zeros between.
+
+    Args:
+        grad: [r, d].
+
+    Returns:
+        [n, d].
+    """
+    if 4 * len(some.values()) < len(adj.values()):
+        return some.t() @ grad.contiguous()
+    return adj @ grad.new_zeros(len(adj), grad.shape[1]).index_add_(0, rows, grad)
+
+
+def distinct(nodes: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distinct numbers of int64 [m] in 0 … n-1, ascending, and each one's place in them, [m].
+
+    As `torch.unique` with the inverse, which sorts and takes many times as long.
+    """
+    there = torch.zeros(n, dtype=torch.bool, device=nodes.device)
+    there[nodes] = True
+    return there.nonzero()[:, 0], there.cumsum(0)[nodes] - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +290,19 @@ class _SymmetricProduct(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, ctx.adj @ grad.contiguous()
+
+
+class _RowsProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, adj: torch.Tensor, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.adj, ctx.rows, ctx.some = adj, rows, rows_of(adj, rows)
+        product: torch.Tensor = ctx.some @ x
+        return product
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, torch.Tensor]:
+        return None, None, rows_adjoint(ctx.adj, ctx.rows, ctx.some, grad)
 
 
 class _Propagation(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Batches of training pairs with uniform negatives."""
+"""Batches of training pairs with uniform negatives, for pairwise and for pointwise losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from crossfed.platform.method import Interactions
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Users, positives and negatives: int64 [b] each, on the CPU."""
+"""Three columns of one length on the CPU: users, positives, negatives; or users, items, labels."""
 
 
 def bpr_epoch(data: Interactions, batch_size: int, rng: np.random.Generator) -> Iterator[Batch]:
@@ -31,6 +31,39 @@ def bpr_epoch(data: Interactions, batch_size: int, rng: np.random.Generator) -> 
     for start in range(0, len(order), batch_size):
         batch = slice(start, start + batch_size)
         yield users[batch], positives[batch], negatives[batch]
+
+
+def pointwise_epoch(
+    data: Interactions,
+    batch_size: int,
+    negatives: int,
+    rng: np.random.Generator,
+) -> Iterator[Batch]:
+    """One shuffled pass over all training pairs, labelled 1, and unseen items, labelled 0.
+
+    Every pair has its `negatives`, drawn independently, so one may come twice; none is one the user
+    has trained on. A user who has every item comes with positives only. The last batch may be
+    smaller.
+
+    Yields:
+        Users and items, int64 [b] each, and their labels, float32 [b], on the CPU.
+
+    Raises:
+        ValueError: `batch_size` is not positive, or `negatives` is negative.
+    """
+    if batch_size < 1 or negatives < 0:
+        sizes = f"batch_size ({batch_size}) must be positive, negatives ({negatives}) not below 0"
+        raise ValueError(sizes)
+    owners = np.repeat(data.users, negatives)
+    drawn = draw_negatives(data, owners, rng)
+    users = np.concatenate([data.users, owners[drawn >= 0]])
+    items = np.concatenate([data.items, drawn[drawn >= 0]])
+    order = rng.permutation(len(users))
+    labels = torch.from_numpy((order < len(data.users)).astype(np.float32))
+    shuffled_users, shuffled_items = torch.from_numpy(users[order]), torch.from_numpy(items[order])
+    for start in range(0, len(order), batch_size):
+        batch = slice(start, start + batch_size)
+        yield shuffled_users[batch], shuffled_items[batch], labels[batch]
 
 
 def draw_negatives(data: Interactions, users: npt.NDArray[np.int64], rng: np.random.Generator) -> npt.NDArray[np.int64]:

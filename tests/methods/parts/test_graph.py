@@ -10,9 +10,13 @@ from crossfed.methods.parts.graph import (
     Pattern,
     bipartite_adjacency,
     bipartite_pattern,
+    distinct,
     edge_products,
     normalised_weights,
     propagate,
+    rows_adjoint,
+    rows_of,
+    rows_product,
     spmm,
     symmetric_adjacency,
     weighted_product,
@@ -219,3 +223,36 @@ def test_a_pattern_without_edges():
     values = normalised_weights(pattern, torch.zeros(0))
     assert torch.equal(weighted_product(pattern, values, torch.ones(4, 3)), torch.zeros(4, 3))
     assert edge_products(pattern, torch.ones(4, 3)).shape == (0,)
+
+
+@pytest.mark.parametrize("rows", [[], [0], [49], [3, 7, 8, 31, 44], [9, 2, 2], list(range(50))])
+def test_some_rows_of_a_product_with_its_gradient(pairs, rows):
+    """Against the whole product: no rows, some unordered or twice, all (which go another way)."""
+    adj = bipartite_adjacency(30, 20, *pairs)
+    chosen = torch.tensor(rows, dtype=torch.int64)
+    some = rows_of(adj, chosen)
+    assert torch.equal(some.to_dense(), adj.to_dense()[chosen])
+    x = torch.randn(50, 4, requires_grad=True)
+    actual, expected = rows_product(adj, chosen, x), (adj.to_dense() @ x)[chosen]
+    torch.testing.assert_close(actual, expected)
+    direction = torch.randn(len(rows), 4)
+    (mine,) = torch.autograd.grad(actual, x, direction)
+    (other,) = torch.autograd.grad(expected, x, direction)
+    torch.testing.assert_close(mine, other)
+    expected = adj.to_dense()[:, chosen] @ direction
+    torch.testing.assert_close(rows_adjoint(adj, chosen, some, direction), expected)
+
+
+def test_rows_of_an_isolated_node_are_empty():
+    adj = bipartite_adjacency(3, 2, np.array([0]), np.array([1]))
+    some = torch.tensor([1, 0, 2])
+    torch.testing.assert_close(rows_of(adj, some).to_dense(), adj.to_dense()[[1, 0, 2]])
+    assert (rows_product(adj, some, torch.ones(5, 2))[[0, 2]] == 0).all()
+
+
+@pytest.mark.parametrize("nodes", [[], [4], [7, 0, 7, 3, 3, 9]])
+def test_distinct_is_torchs_unique(nodes):
+    numbers = torch.tensor(nodes, dtype=torch.int64)
+    expected = torch.unique(numbers, return_inverse=True)
+    for mine, other in zip(distinct(numbers, 10), expected, strict=True):
+        assert torch.equal(mine, other)

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from crossfed.methods.parts.losses import bernoulli_kl, bpr, finite, info_nce, l2_ego
-from crossfed.platform.method import Context, CrossfedError, generators
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.method import Context, generators
 
 
 def test_bpr_by_hand():

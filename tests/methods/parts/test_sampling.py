@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossfed.methods.parts.sampling import bpr_epoch, draw_negatives
+from crossfed.methods.parts.sampling import bpr_epoch, draw_negatives, pointwise_epoch
 from crossfed.platform.method import Interactions
 
 
@@ -79,3 +79,39 @@ def test_batch_size_must_be_positive():
     data = Interactions.build(1, 2, np.array([0]), np.array([0]))
     with pytest.raises(ValueError, match="batch_size"):
         next(bpr_epoch(data, 0, np.random.default_rng(0)))
+
+
+@pytest.mark.parametrize("negatives", [0, 1, 4])
+def test_a_pointwise_epoch_has_every_pair_once_and_so_many_unseen_items(negatives):
+    rng = np.random.default_rng(0)
+    pairs = np.unique(rng.integers(0, [40, 25], (300, 2)), axis=0)
+    data = Interactions.build(40, 25, pairs[:, 0], pairs[:, 1])
+    batches = list(pointwise_epoch(data, 64, negatives, rng))
+    total = len(pairs) * (1 + negatives)
+    sizes = [min(64, total - start) for start in range(0, total, 64)]
+    assert [len(users) for users, _, _ in batches] == sizes
+    users, items, labels = (np.concatenate([b[k].numpy() for b in batches]) for k in range(3))
+    assert set(labels.tolist()) <= {0, 1} and labels.dtype == np.float32
+    rows = list(zip(users.tolist(), items.tolist(), labels.tolist(), strict=True))
+    assert sorted((u, i) for u, i, y in rows if y) == sorted(map(tuple, pairs.tolist()))
+    drawn = [(u, i) for u, i, y in rows if not y]
+    assert all(i not in history(data, u) for u, i in drawn)
+    assert Counter(u for u, _ in drawn) == Counter(np.repeat(pairs[:, 0], negatives).tolist())
+    if negatives:  # both kinds come in every batch, and negatives differ from epoch to epoch
+        assert all(0 < b[2].mean() < 1 for b in batches)
+        again = np.concatenate([b[1].numpy() for b in pointwise_epoch(data, 64, negatives, rng)])
+        assert sorted(again.tolist()) != sorted(items.tolist())
+
+
+def test_a_user_who_has_everything_comes_with_positives_only():
+    data = Interactions.build(2, 3, np.array([0, 0, 0, 1]), np.array([0, 1, 2, 1]))
+    ((users, _, labels),) = pointwise_epoch(data, 100, 2, np.random.default_rng(0))
+    rows = sorted(zip(users.tolist(), labels.tolist(), strict=True))
+    assert rows == [(0, 1)] * 3 + [(1, 0)] * 2 + [(1, 1)]
+
+
+@pytest.mark.parametrize(("batch_size", "negatives"), [(0, 1), (4, -1)])
+def test_a_pointwise_epoch_refuses_impossible_sizes(batch_size, negatives):
+    data = Interactions.build(1, 2, np.array([0]), np.array([0]))
+    with pytest.raises(ValueError, match="must be positive"):
+        next(pointwise_epoch(data, batch_size, negatives, np.random.default_rng(0)))
