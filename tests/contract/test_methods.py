@@ -31,8 +31,12 @@ GENERATOR = (
     "batch_size=128", "tokeniser.kind=residual-kmeans", "tokeniser.dim=8",
 )  # fmt: skip
 SMALL: dict[str, tuple[str, ...]] = {
+    "cl4srec": ("dim=8", "inner=8", "epochs=3", "batch_size=16"),
+    "duorec": ("dim=8", "inner=8", "epochs=3", "batch_size=16"),
+    "fedcl4srec": ("dim=8", "inner=8", "rounds=3", "local_epochs=2", "mu=0.01", "batch_size=16"),
     "fedcrf": ("K=4", "dim=8", "rounds=2", "epochs=2", "batch_size=64"),
     "fedsasrec": ("dim=8", "inner=8", "rounds=3", "batch_size=16"),
+    "gru4rec": ("dim=8", "hidden=8", "epochs=3", "batch_size=16"),
     "lightgcn": ("dim=8", "epochs=3", "batch_size=64"),
     "sasrec": ("dim=8", "inner=8", "epochs=3", "batch_size=16"),
     "fedcgr": (*GENERATOR, "rounds=2", "local_epochs=1", "cf_dim=8", "cf_epochs=2", "dense_inner=8"),
