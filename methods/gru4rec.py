@@ -55,7 +55,7 @@ Departures
       by default every position of a window is trained at once, on the same targets.
     - Official form: where fewer than two sessions are left and nothing is sampled, the epoch ends.
 
-Not stated in the papers
+Not stated in the paper
     - Weights start from U(-a, a), a = √(6 / (rows + columns)), for each gate by itself in the
       official form; the library form's embeddings are normal with that variance, as in RecBole.
       Biases start from 0.

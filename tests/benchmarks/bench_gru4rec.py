@@ -1,13 +1,13 @@
 """GRU4Rec's training epoch beside RecBole 1.2.1's on ml-100k, and the NDCG@10 that both reach.
 
-    python tests/benchmarks/bench_gru4rec.py [--epochs 2] [--threads 1] [--preset NAME] [KEY=VALUE …]
+    python tests/benchmarks/bench_gru4rec.py [--epochs 2] [--threads 1] [--preset NAME] [KEY=VALUE]
 
-Prints one JSON line. The same comparison as `bench_sasrec.py`, which says how it is made: the same 97
-thousand targets an epoch, the last item of every user as test and the one before it as validation, all
-1,682 items ranked, times taken before and after RecBole's. By default ours has RecBole's sizes in that
-script (d = hidden = 64, one layer, dropout 0.3, learning rate 0.005) and trains every position of a
-window at once; RecBole has one row per target. With `cut=prefixes batch_size=1024` ours makes RecBole's
-rows as well, so that only the implementation differs.
+Prints one JSON line. The same comparison as `bench_sasrec.py`, which says how it is made: the same
+97 thousand targets an epoch, the last item of every user as test and the one before it as
+validation, all 1,682 items ranked, times taken before and after RecBole's. By default ours has
+RecBole's sizes in that script (d = hidden = 64, one layer, dropout 0.3, learning rate 0.005) and
+trains every position of a window at once; RecBole has one row per target. With `cut=prefixes
+batch_size=1024` ours makes RecBole's rows as well, so that only the implementation differs.
 """
 
 from __future__ import annotations
@@ -31,16 +31,18 @@ SIZES = {"dim": 64, "hidden": 64, "layers": 1, "dropout_embed": 0.3, "lr": 0.005
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
     parser.add_argument("sets", nargs="*", metavar="KEY=VALUE", help="settings of ours")
-    parser.add_argument("--epochs", type=int, default=2, help="of RecBole; ours runs as many before and after it")
+    parser.add_argument("--epochs", type=int, default=2, help="of RecBole; ours twice")
     parser.add_argument("--ours-epochs", type=int, default=0, help="further epochs of ours")
     parser.add_argument("--preset", help="a preset of ours in place of RecBole's sizes")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--without-peer", action="store_true", help="measure ours alone")
     parser.add_argument("--venv", type=Path, default=Path(tempfile.gettempdir()) / "recbole-venv")
     parser.add_argument("--inter", type=Path, default=SHARED / "movielens_100k" / "ml-100k.inter")
-    parser.add_argument("--script", type=Path, default=SHARED.parent / "checks" / "recbole_speed.py")
+    checks = SHARED.parent / "checks"
+    parser.add_argument("--script", type=Path, default=checks / "recbole_speed.py")
     args = parser.parse_args()
     for needed in (args.inter, args.script):
         if not needed.is_file():

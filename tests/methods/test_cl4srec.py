@@ -1,7 +1,7 @@
 """CL4SRec as a method: both losses over the seam, its declaration, scores and what it exports.
 
-Eq. (1) is SASRec's and tested in `parts/test_next_item.py`; Eq. (2) in `parts/test_contrast.py`, and
-Eq. (3), Eq. (4) and Eq. (5) in `parts/test_augmentation.py`.
+Eq. (1) is SASRec's and tested in `parts/test_next_item.py`; Eq. (2) in `parts/test_contrast.py`,
+and Eq. (3), Eq. (4) and Eq. (5) in `parts/test_augmentation.py`.
 """
 
 import importlib.resources
@@ -48,7 +48,8 @@ def train(state: ViewsLearner, data: Interactions, rounds: range) -> list[Mappin
 def test_eq_6_adds_the_contrast_with_its_weight(data):
     """Eq. (6): before any step the contrast told is λ times the one with λ = 1, beside one loss."""
     sets = {"batch_size": 1000, "dropout": 0.0}
-    one, half = (train(fresh(data, lambda_=weight, **sets), data, range(1, 2))[0] for weight in (1.0, 0.5))
+    states = [fresh(data, lambda_=weight, **sets) for weight in (1.0, 0.5)]
+    one, half = (train(state, data, range(1, 2))[0] for state in states)
     assert one["loss"] == half["loss"]
     assert half["contrast"] == pytest.approx(0.5 * one["contrast"], rel=1e-5)
 
@@ -62,7 +63,8 @@ def test_eq_6_trains_on_the_sum(data):
         state.adam = torch.optim.SGD(state.net.parameters(), lr=1.0)
         with pytest.MonkeyPatch.context() as patch:
             if not main:
-                patch.setattr("crossfed.methods.parts.next_item.softmax", lambda s, i, p: 0 * s.sum())
+                nothing = lambda states, items, positive: 0 * states.sum()  # noqa: E731
+                patch.setattr("crossfed.methods.parts.next_item.softmax", nothing)
             state.train(context(data, "train", 1))
         return state.net.items.detach() - before
 
@@ -75,18 +77,17 @@ def test_what_the_config_says_reaches_the_views(data, monkeypatch):
     """η, γ, β, the operators and τ as configured, the token after the last item."""
     seen = []
     real_views, real_nce = contrast.two_views, contrast.two_view_nce
-    monkeypatch.setattr(
-        contrast,
-        "two_views",
-        lambda i, c, operators, shares, token, rng: (
-            seen.append((operators, shares, token)) or real_views(i, c, operators, shares, token, rng)
-        ),
-    )
-    monkeypatch.setattr(
-        contrast,
-        "two_view_nce",
-        lambda a, b, tau, cosine: seen.append((tau, cosine)) or real_nce(a, b, tau, cosine),
-    )
+
+    def views(items, count, operators, shares, token, rng):
+        seen.append((operators, shares, token))
+        return real_views(items, count, operators, shares, token, rng)
+
+    def nce(a, b, tau, cosine):
+        seen.append((tau, cosine))
+        return real_nce(a, b, tau, cosine)
+
+    monkeypatch.setattr(contrast, "two_views", views)
+    monkeypatch.setattr(contrast, "two_view_nce", nce)
     sets = {"eta": 0.5, "gamma": 0.2, "beta": 0.7, "tau": 0.4, "cosine": True}
     train(fresh(data, operators=("mask", "crop"), batch_size=1000, **sets), data, range(1, 2))
     assert seen == [(("mask", "crop"), (0.5, 0.2, 0.7), 15), (0.4, True)]
@@ -122,8 +123,8 @@ def test_it_is_local_and_sends_nothing():
 
 
 def test_the_shipped_file_states_the_defaults_and_valid_presets():
-    text = importlib.resources.files("crossfed.methods.configs").joinpath("cl4srec.yaml").read_text()
-    shipped = yaml.safe_load(text)
+    folder = importlib.resources.files("crossfed.methods.configs")
+    shipped = yaml.safe_load(folder.joinpath("cl4srec.yaml").read_text())
     assert Config.model_validate(shipped["config"]) == Config()
     for preset in shipped["presets"].values():
         Config.model_validate({**shipped["config"], **preset})

@@ -53,7 +53,8 @@ def places(data: Interactions, item: int) -> list[int]:
     """Where an item comes after another one of its user, by a loop."""
     found = []
     for user in range(data.n_users):
-        found += [at for at in range(data.indptr[user] + 1, data.indptr[user + 1]) if data.items[at] == item]
+        later = range(data.indptr[user] + 1, data.indptr[user + 1])
+        found += [at for at in later if data.items[at] == item]
     return found
 
 
@@ -81,7 +82,8 @@ def test_eq_3_draws_every_other_place_alike():
         drawn = same_next(np.full(6000, place), groups, data, rng)
         share = np.bincount(drawn, minlength=10) / 6000
         others = [p for p in (1, 3, 5, 7) if p != place]
-        assert np.abs(share[others] - 1 / 3).max() < 0.03 and share[others].sum() == pytest.approx(1)
+        assert np.abs(share[others] - 1 / 3).max() < 0.03
+        assert share[others].sum() == pytest.approx(1)
 
 
 def test_before_holds_the_last_items_up_to_a_place():
@@ -236,8 +238,8 @@ def test_it_is_local_and_sends_nothing():
 
 
 def test_the_shipped_file_states_the_defaults_and_valid_presets():
-    text = importlib.resources.files("crossfed.methods.configs").joinpath("duorec.yaml").read_text()
-    shipped = yaml.safe_load(text)
+    folder = importlib.resources.files("crossfed.methods.configs")
+    shipped = yaml.safe_load(folder.joinpath("duorec.yaml").read_text())
     assert Config.model_validate(shipped["config"]) == Config()
     for preset in shipped["presets"].values():
         Config.model_validate({**shipped["config"], **preset})

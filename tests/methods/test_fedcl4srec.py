@@ -25,7 +25,8 @@ from crossfed.platform.method import (
 
 NAMES = ("books", "films", "games")
 SMALL = {
-    "dim": 8, "heads": 2, "inner": 12, "length": 6, "batch_size": 8, "dropout": 0.2, "local_epochs": 1,
+    "dim": 8, "heads": 2, "inner": 12, "length": 6, "batch_size": 8, "dropout": 0.2,
+    "local_epochs": 1,
 }  # fmt: skip
 
 
@@ -33,7 +34,8 @@ def shop(n_users: int, n_items: int) -> Interactions:
     """Users with 8 items each, in time order."""
     rng = np.random.default_rng(n_users)
     items = np.concatenate([rng.permutation(n_items)[:8] for _ in range(n_users)])
-    return Interactions.build(n_users, n_items, np.repeat(np.arange(n_users), 8), items, np.arange(len(items)))
+    users = np.repeat(np.arange(n_users), 8)
+    return Interactions.build(n_users, n_items, users, items, np.arange(len(items)))
 
 
 DATA = {"books": shop(40, 30), "films": shop(50, 25), "games": shop(30, 35)}
@@ -55,7 +57,7 @@ class Federation:
         self.config = Config.model_validate({**SMALL, **sets})
         at = {name: context(name, names, 0) for name in ("server", *names)}
         self.states = {name: METHOD.init_domain(self.config, at[name]) for name in names}
-        self.first = {name: {key: p.detach().clone() for key, p in self.net(name).named_parameters()} for name in names}
+        self.first = {name: self.parameters(name) for name in names}
         self.states["server"] = METHOD.init_server(self.config, at["server"])
         (self.stage,) = METHOD.stages(self.config)
         self.run(self.stage.open, 0)
@@ -77,6 +79,9 @@ class Federation:
     def net(self, name: str):
         return self.states[name].net
 
+    def parameters(self, name: str) -> dict[str, torch.Tensor]:
+        return {key: p.detach().clone() for key, p in self.net(name).named_parameters()}
+
 
 def uploads(messages):
     return {s: (payload, told) for s, r, payload, told in messages if r == "server"}
@@ -97,7 +102,8 @@ def test_one_domain_is_cl4srec_bit_for_bit(local_epochs):
         ctx = context("books", ("books",), r)
         epochs = [phase.step(other, {}, ctx).metrics for _ in range(local_epochs)]
         assert told == {key: sum(e[key] for e in epochs) / local_epochs for key in epochs[0]}
-    for (name, a), b in zip(run.net("books").named_parameters(), other.net.parameters(), strict=True):
+    federated = run.net("books").named_parameters()
+    for (name, a), b in zip(federated, other.net.parameters(), strict=True):
         assert torch.equal(a, b), name
     everyone = np.arange(40)
     scores = METHOD.score(run.states["books"], everyone)
@@ -136,9 +142,11 @@ def test_eq_2_the_average_weighs_domains_by_their_training_positions():
     run = Federation()
     up = {name: payload for name, (payload, _) in uploads(run.round()).items()}
     n = {name: n_targets(DATA[name]) for name in NAMES}
-    assert {name: payload[COUNT].tolist() for name, payload in up.items()} == {name: [n[name]] for name in NAMES}
+    counts = {name: payload[COUNT].tolist() for name, payload in up.items()}
+    assert counts == {name: [n[name]] for name in NAMES}
     for key in SHARING.parameters(run.net("books")):
-        expected = sum(n[name] / sum(n.values()) * up[name][key].astype(np.float64) for name in NAMES)
+        share = {name: n[name] / sum(n.values()) for name in NAMES}
+        expected = sum(share[name] * up[name][key].astype(np.float64) for name in NAMES)
         held = [SHARING.upload(run.net(name))[key] for name in NAMES]
         np.testing.assert_allclose(held[0], expected, rtol=1e-6, atol=1e-9)
         assert np.array_equal(held[0], held[1]) and np.array_equal(held[0], held[2])
@@ -164,7 +172,8 @@ def test_eq_1_is_added_to_every_batch_of_the_shared_parameters(monkeypatch):
     start = [p.detach().clone() for p in SHARING.parameters(run.net("books")).values()]
     told = uploads(run.round())["books"][1]
     batches = next(iter(seen.values()))
-    terms = [3 / 2 * sum(((w - w0) ** 2).sum() for w, w0 in zip(batch, start, strict=True)).item() for batch in batches]
+    squares = [[(w - w0).square().sum() for w, w0 in zip(b, start, strict=True)] for b in batches]
+    terms = [3 / 2 * sum(parts).item() for parts in squares]
     assert terms[0] == 0 and all(term > 0 for term in terms[1:])
     assert min(terms[1:]) < told["penalty"] < max(terms)
     assert set(told) == {"loss", "contrast", "penalty"}
@@ -193,10 +202,8 @@ def test_without_mu_there_is_no_penalty():
 
 
 def test_what_crosses_grows_neither_with_items_nor_with_users():
-    sizes = {
-        name: sum(v.nbytes for v in payload.values()) for name, (payload, _) in uploads(Federation().round()).items()
-    }
-    assert len(set(sizes.values())) == 1
+    sent = [payload for payload, _ in uploads(Federation().round()).values()]
+    assert len({sum(v.nbytes for v in payload.values()) for payload in sent}) == 1
 
 
 @pytest.mark.parametrize("private", ["items", "positions", "mask", "norm.weight"])

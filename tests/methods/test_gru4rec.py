@@ -33,7 +33,8 @@ from crossfed.platform import checkpoint
 from crossfed.platform.method import Context, CrossfedError, Interactions, Scope, generators
 
 LIBRARY = {
-    "dim": 6, "hidden": 8, "length": 6, "batch_size": 8, "dropout_embed": 0.0, "dropout_hidden": 0.0,
+    "dim": 6, "hidden": 8, "length": 6, "batch_size": 8,
+    "dropout_embed": 0.0, "dropout_hidden": 0.0,
 }  # fmt: skip
 OFFICIAL = {**LIBRARY, "form": "official", "dim": 8, "samples": 5, "lr": 0.05}
 
@@ -153,11 +154,12 @@ def test_dropout_is_where_it_is_said_to_be(data):
     for where in ("dropout_embed", "dropout_hidden"):
         net = loud(fresh(data, "official", **{where: 0.5})).net
         net.train()
+        share = 0.5 if where == "dropout_hidden" else 0.0
         h = net.step(net.items[ones[0]], torch.zeros(1, 400, 8))
-        assert (h == 0).float().mean().item() == pytest.approx(0.5 if where == "dropout_hidden" else 0, abs=0.05)
+        assert (h == 0).float().mean().item() == pytest.approx(share, abs=0.05)
         assert len(torch.unique(h[0], dim=0)) > 100
         sequence = net(ones, torch.tensor([400]))
-        assert (sequence == 0).float().mean().item() == pytest.approx(0.5 if where == "dropout_hidden" else 0, abs=0.05)
+        assert (sequence == 0).float().mean().item() == pytest.approx(share, abs=0.05)
         net.eval()
         assert torch.equal(net(ones, torch.tensor([400])), net(ones, torch.tensor([400])))
 
@@ -165,7 +167,8 @@ def test_dropout_is_where_it_is_said_to_be(data):
 def test_initial_weights_come_from_the_generator_and_are_of_the_right_size():
     """Official: each gate uniform within ±√(6 / (rows + columns)), biases 0."""
     config = Config(form="official", dim=64, hidden=64)
-    one, two, other = (Recurrent(500, config, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    seeds = [torch.Generator().manual_seed(seed) for seed in (1, 1, 2)]
+    one, two, other = (Recurrent(500, config, rng) for rng in seeds)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert not torch.equal(one.items, other.items)
     layer = one.layers[0]
@@ -346,7 +349,8 @@ def test_the_library_forms_epoch_is_plain_adam_on_one_user_at_a_time(cut, loss):
                 if loss == "softmax":
                     parts.append(-torch.log_softmax(r, 0)[data.items[target]])
                 else:
-                    parts.append(F.softplus(-r[data.items[target]]) + F.softplus(r[negatives[target]]))
+                    seen_item, other = data.items[target], negatives[target]
+                    parts.append(F.softplus(-r[seen_item]) + F.softplus(r[other]))
         mean = torch.stack(parts).mean()
         adam.zero_grad()
         mean.backward()
@@ -373,7 +377,7 @@ def gru4rec_negatives(data, rng):
     ],
 )
 def test_the_official_forms_epoch_is_plain_one_step_training(loss, sets):
-    """Sessions side by side in dictionaries, one step each, hidden states cut off, plain Adagrad."""
+    """Sessions side by side in a dictionary, one step each, hidden states cut off, Adagrad."""
     data = shop([5, 2, 4, 1, 3, 7])
     config = {"loss": loss, "batch_size": 3, "momentum": 0.4, "alpha": 0.6, **sets}
     state, twin = (loud(fresh(data, "official", **config)) for _ in range(2))
@@ -518,7 +522,8 @@ def test_a_user_without_history_has_the_biases(form):
     data = shop([5, 0, 4])
     state = loud(fresh(data, form))
     r = METHOD.score(state, np.array([1]))[0]
-    torch.testing.assert_close(r, torch.zeros(15) if form == "library" else state.net.bias[:, 0].detach())
+    expected = torch.zeros(15) if form == "library" else state.net.bias[:, 0].detach()
+    torch.testing.assert_close(r, expected)
 
 
 @pytest.mark.parametrize("form", ["library", "official"])
@@ -560,8 +565,8 @@ def test_it_is_local_and_sends_nothing():
 
 
 def test_the_shipped_file_states_the_defaults_and_valid_presets():
-    text = importlib.resources.files("crossfed.methods.configs").joinpath("gru4rec.yaml").read_text()
-    shipped = yaml.safe_load(text)
+    folder = importlib.resources.files("crossfed.methods.configs")
+    shipped = yaml.safe_load(folder.joinpath("gru4rec.yaml").read_text())
     assert Config.model_validate(shipped["config"]) == Config()
     for preset in shipped["presets"].values():
         Config.model_validate({**shipped["config"], **preset})

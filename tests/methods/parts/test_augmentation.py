@@ -115,7 +115,8 @@ def test_sequences_stay_as_they_are():
 def test_read_only_sequences_will_do():
     items, count = batch([7, 3])
     items.flags.writeable = count.flags.writeable = False
-    two_views(items, count, ("crop", "mask", "reorder"), (0.5, 0.5, 0.8), TOKEN, np.random.default_rng(0))
+    rng = np.random.default_rng(0)
+    two_views(items, count, ("crop", "mask", "reorder"), (0.5, 0.5, 0.8), TOKEN, rng)
 
 
 def kind(view: np.ndarray, n: int) -> str:

@@ -99,7 +99,8 @@ def network(kind, **sets):
 
 def test_the_masks_vector_is_drawn_after_all_others():
     net, plain = network(MaskedNextItem), network(NextItem)
-    assert {n for n, _ in net.named_parameters()} - {n for n, _ in plain.named_parameters()} == {"mask"}
+    names = [{name for name, _ in each.named_parameters()} for each in (net, plain)]
+    assert names[0] - names[1] == {"mask"}
     assert all(torch.equal(p, net.get_parameter(name)) for name, p in plain.named_parameters())
     assert net.mask.std() > 0
 
@@ -109,7 +110,8 @@ def test_the_mask_is_input_number_n_items():
     items, count = torch.tensor([[3, 15, 7], [14, 0, 0]]), torch.tensor([3, 1])
     rows = net.rows(items)
     assert torch.equal(rows[0, 1], net.mask)
-    assert torch.equal(rows[0, [0, 2]], net.items[[3, 7]]) and torch.equal(rows[1, 0], net.items[14])
+    assert torch.equal(rows[0, [0, 2]], net.items[[3, 7]])
+    assert torch.equal(rows[1, 0], net.items[14])
     visible = torch.tensor([[3, 4, 7], [14, 0, 0]])
     assert torch.equal(net(visible, count), plain(visible, count))
     assert not torch.equal(net(items, count), plain(visible, count))
@@ -156,7 +158,7 @@ def test_the_batches_are_sasrecs():
 
 
 def test_an_epoch_is_plain_adam_on_both_losses():
-    """The same windows, batches and views, but one sequence at a time and with torch's own losses."""
+    """The same windows, batches and views, one sequence at a time, with torch's own losses."""
     data = shop()
     sets = {"dropout": 0.0, "lambda_": 0.3, "tau": 0.7, "lr": 0.01, "cut": "all"}
     state = learner(ViewsLearner, data, **sets)
@@ -198,7 +200,8 @@ def test_an_epoch_is_plain_adam_on_both_losses():
     assert metrics["loss"] == pytest.approx(main / seen, rel=1e-4)
     assert metrics["contrast"] == pytest.approx(extra / seen, rel=1e-4)
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(state.net.get_parameter(name), parameter, rtol=2e-3, atol=2e-4, msg=name)
+        actual = state.net.get_parameter(name)
+        torch.testing.assert_close(actual, parameter, rtol=2e-3, atol=2e-4, msg=name)
 
 
 def test_sequences_are_unchanged_after_batches_of_views():
