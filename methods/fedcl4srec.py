@@ -24,8 +24,8 @@ Notation
     ==========  =========================================  ================
 
 What crosses
-    up:   the attention blocks w, and n_k.
-    down: the average of w.
+    up:   the attention blocks w, and n_k; before the first round the domain's own first w.
+    down: the average of w; before the first round the first domain's w.
     Item and position embeddings, the mask and the layer norm outside the blocks never leave their
     domain, and nothing has a row per user or item.
 
@@ -41,7 +41,8 @@ Not stated in the paper
     - n_k counts training positions, as for FedSASRec.
     - Adam's moments stay with their domain over the rounds. What is evaluated and kept is the
       average; all domains stop together, on the mean of their validation metrics.
-    - The server draws the first w.
+    - All start from the first domain's w, so that one domain alone trains as CL4SRec does: with
+      E = 1 a run of it is that method's run, bit for bit.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
-from crossfed.methods.parts.averaging import Server, Sharing, opening, proximal, rounds
+from crossfed.methods.parts.averaging import Server, Sharing, adopt_step, proximal, rounds
 from crossfed.methods.parts.contrast import ViewsConfig, ViewsLearner
-from crossfed.methods.parts.next_item import NextItem, n_targets
-from crossfed.platform.method import Context, Direction, Method, Out, Payload, Stage
+from crossfed.methods.parts.next_item import n_targets
+from crossfed.platform.method import SERVER, Context, Direction, Method, Out, Payload, Phase, Stage
 
 SHARING = Sharing({"blocks.*": "attention, feed-forward nets and layer norms of all blocks"})
 
@@ -78,18 +79,27 @@ def train(state: ViewsLearner, inbox: Mapping[str, Payload], ctx: Context) -> Ou
     return Out(metrics={name: sum(e[name] for e in epochs) / len(epochs) for name in epochs[0]})
 
 
-def init_server(config: Config, ctx: Context) -> Server:
-    """The first w: the blocks of a network of one item, since they do not depend on the items."""
-    return Server(SHARING.upload(NextItem(1, config, ctx.torch_rng)))
+def propose(state: ViewsLearner, inbox: Mapping[str, Payload], ctx: Context) -> Out:
+    """Before the first round: every domain's own first w, of which the server takes one."""
+    return Out({SERVER: SHARING.upload(state.net)})
+
+
+def choose(state: Server, inbox: Mapping[str, Payload], ctx: Context) -> Out:
+    """Before the first round: the first domain's w goes to all."""
+    state.shared = {name: value.copy() for name, value in inbox[ctx.peers[0]].items()}
+    return Out(dict.fromkeys(ctx.peers, state.shared))
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
-    """One federated stage; Eq. (2)'s average Σ_k (n_k / n) w_k is that of `parts.averaging`."""
+    """One federated stage; Eq. (2)'s average Σ_k (n_k / n) w_k is that of `parts.averaging`.
+
+    It has the name of CL4SRec's stage, since random numbers depend on a stage's name.
+    """
     return (
         Stage(
-            "federated",
+            "train",
             rounds=config.rounds,
-            open=opening(SHARING),
+            open=(Phase(propose), Phase(choose, at="server"), Phase(adopt_step(SHARING))),
             each=rounds(SHARING, train, n_targets),
             edges=frozenset({Direction.UP, Direction.DOWN}),
             patience=config.patience,
@@ -104,7 +114,7 @@ METHOD = Method(
     Config=Config,
     stages=stages,
     init_domain=ViewsLearner,
-    init_server=init_server,
+    init_server=lambda config, ctx: Server({}),
     score=ViewsLearner.score,
     observe=ViewsLearner.observe,
     state_dict=lambda state: state.state_dict(),

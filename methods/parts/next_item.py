@@ -284,7 +284,8 @@ def train_epoch(
         if not len(target):
             continue
         outputs = net(torch.from_numpy(inputs).to(device), torch.from_numpy(count).to(device))
-        states = outputs.flatten(0, 1).index_select(0, torch.from_numpy(np.flatnonzero(trained)).to(device))
+        chosen = torch.from_numpy(np.flatnonzero(trained)).to(device)
+        states = outputs.flatten(0, 1).index_select(0, chosen)
         positive = torch.from_numpy(data.items[target]).to(device)
         if sampled:
             loss = bce(states, net.items, positive, torch.from_numpy(drawn[target]).to(device), power)
