@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +66,38 @@ class NextItemConfig(MethodConfig):
     batch_size: int = Field(128, ge=1, description="windows in a batch (section IV-B)")
 
 
-class NextItem(nn.Module):
+class Training(Protocol):
+    """The settings that `train_epoch` and `user_vectors` read; `NextItemConfig` describes them."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def loss(self) -> Literal["bce", "softmax"]: ...
+    @property
+    def negatives(self) -> int: ...
+    @property
+    def calibration(self) -> float: ...
+    @property
+    def cut(self) -> Cut: ...
+    @property
+    def batch_size(self) -> int: ...
+
+
+class SequenceNet(nn.Module):
+    """A causal network over items: int64 [b, T] padded at the end, int64 [b] -> [b, T, dim].
+
+    Attributes:
+        items: the embeddings that its outputs are scored against, [n_items, dim].
+        config: how it is trained.
+    """
+
+    items: nn.Parameter
+    config: Training
+
+
+class NextItem(SequenceNet):
     """A causal transformer over a user's items, scored against the same item embeddings.
 
     Args:
@@ -75,7 +107,7 @@ class NextItem(nn.Module):
     def __init__(self, n_items: int, config: NextItemConfig, rng: torch.Generator) -> None:
         super().__init__()
         d = config.dim
-        self.config = config
+        self.config: NextItemConfig = config
         self.items = nn.Parameter(torch.empty(n_items, d))
         self.positions = nn.Parameter(torch.empty(config.length, d))
         self.norm = nn.LayerNorm(d, eps=EPS)  # of the output with "pre", of the input with "post"
@@ -96,10 +128,14 @@ class NextItem(nn.Module):
             position = self.positions[(count[:, None] - 1 - place).clamp(min=0)]
         else:
             position = self.positions[place]
-        rows = F.embedding(items, self.items)
+        rows = self.rows(items)
         if self.config.norm == "pre":
             return rows * math.sqrt(self.config.dim) + position
         return rows + position
+
+    def rows(self, items: Tensor) -> Tensor:
+        """M at some items. int64 [b, T] -> [b, T, dim]."""
+        return F.embedding(items, self.items)
 
     def forward(self, items: Tensor, count: Tensor) -> Tensor:
         """F at every position; those after a window's end mean nothing. int64 [b, T], int64 [b] -> [b, T, dim]."""
@@ -183,12 +219,34 @@ def softmax(states: Tensor, items: Tensor, target: Tensor, entries: int = 2**20)
     return loss
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The windows of one batch, for terms of the loss that look at them.
+
+    Attributes:
+        start, count: where each window begins in `Interactions.items` and how many inputs it has,
+            int64 [b]; its last target is at start + count.
+        inputs: the windows' items, padded at the end, int64 [b, T]. Not to be written into.
+        outputs: the network's outputs at every position, [b, T, dim].
+    """
+
+    start: npt.NDArray[np.int64]
+    count: npt.NDArray[np.int64]
+    inputs: npt.NDArray[np.int64]
+    outputs: Tensor
+
+
+Term = Callable[[Batch], Tensor]
+"""A term that is added to the loss of each batch: a scalar."""
+
+
 def train_epoch(
-    net: NextItem,
+    net: SequenceNet,
     optimizer: torch.optim.Optimizer,
     data: Interactions,
     ctx: Context,
     penalty: Callable[[], Tensor] | None = None,
+    contrast: Term | None = None,
 ) -> Mapping[str, float]:
     """One pass over the training windows of `data`; the mean losses.
 
@@ -197,6 +255,7 @@ def train_epoch(
 
     Args:
         penalty: added to every batch's loss, e.g. a proximal term.
+        contrast: added as well; it sees the batch.
 
     Raises:
         CrossfedError: the loss is not finite.
@@ -209,7 +268,11 @@ def train_epoch(
         owners = np.repeat(data.users, config.negatives)
         drawn = draw_negatives(data, owners, ctx.rng).reshape(-1, config.negatives)
         power = gbce_power(config.negatives, data.n_items, config.calibration)
-    total, extra, seen = torch.zeros((), device=device), torch.zeros((), device=device), 0
+    terms: dict[str, Term] = {} if contrast is None else {"contrast": contrast}
+    if penalty is not None:
+        terms["penalty"] = lambda batch: penalty()
+    total, seen = torch.zeros((), device=device), 0
+    sums = {name: torch.zeros((), device=device) for name in terms}
     for rows in batches(pieces.count, config.batch_size, ctx.rng):
         start, count = pieces.start[rows], pieces.count[rows]
         inputs = padded(data.items, start, count)
@@ -220,25 +283,25 @@ def train_epoch(
         target = (start[:, None] + 1 + place)[trained]  # where the targets are in the data
         if not len(target):
             continue
-        states = net(torch.from_numpy(inputs).to(device), torch.from_numpy(count).to(device))
-        states = states.flatten(0, 1).index_select(0, torch.from_numpy(np.flatnonzero(trained)).to(device))
+        outputs = net(torch.from_numpy(inputs).to(device), torch.from_numpy(count).to(device))
+        chosen = torch.from_numpy(np.flatnonzero(trained)).to(device)
+        states = outputs.flatten(0, 1).index_select(0, chosen)
         positive = torch.from_numpy(data.items[target]).to(device)
         if sampled:
             loss = bce(states, net.items, positive, torch.from_numpy(drawn[target]).to(device), power)
         else:
             loss = softmax(states, net.items, positive)
         total += loss.detach() * len(target)
-        if penalty is not None:
-            added = penalty()
-            extra += added.detach() * len(target)
+        for name, term in terms.items():
+            added = term(Batch(start, count, inputs, outputs))
+            sums[name] += added.detach() * len(target)
             loss = loss + added
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         seen += len(target)
     means = {"loss": float(total) / max(seen, 1)}
-    if penalty is not None:
-        means["penalty"] = float(extra) / max(seen, 1)
+    means |= {name: float(value) / max(seen, 1) for name, value in sums.items()}
     return finite(means, ctx)
 
 
@@ -251,10 +314,18 @@ class Learner:
 
     def __init__(self, config: NextItemConfig, ctx: Context) -> None:
         self.config = config
-        self.net = NextItem(ctx.own.n_items, config, ctx.torch_rng).to(ctx.device)
+        self.net = self.network(ctx).to(ctx.device)
         self.adam = torch.optim.Adam(self.net.parameters(), lr=config.lr, fused=True)
         self.known: Interactions = ctx.own
         self._users: Tensor | None = None
+
+    def network(self, ctx: Context) -> NextItem:
+        """The network that is trained, with its first weights, on the CPU."""
+        return NextItem(ctx.own.n_items, self.config, ctx.torch_rng)
+
+    def contrast(self, ctx: Context) -> Term | None:
+        """What an epoch adds to the loss of each batch besides a penalty; nothing here."""
+        return None
 
     def changed(self) -> None:
         """Forget the users' vectors, since the network or the histories are others now."""
@@ -274,7 +345,7 @@ class Learner:
     def train(self, ctx: Context, penalty: Callable[[], Tensor] | None = None) -> Mapping[str, float]:
         """`train_epoch` on the domain's own data."""
         self.changed()
-        return train_epoch(self.net, self.adam, ctx.own, ctx, penalty)
+        return train_epoch(self.net, self.adam, ctx.own, ctx, penalty, self.contrast(ctx))
 
     @torch.no_grad()
     def score(self, users: npt.NDArray[np.int64]) -> Tensor:
@@ -302,14 +373,17 @@ def n_targets(data: Interactions) -> int:
 
 
 @torch.no_grad()
-def user_vectors(net: NextItem, data: Interactions) -> Tensor:
+def user_vectors(net: SequenceNet, data: Interactions, length: int | None = None) -> Tensor:
     """F at the last position of every user's history, without dropout: [n_users, dim].
 
     A user without history gets the zero vector, so that all items tie.
+
+    Args:
+        length: items of a history that are looked at; the config's by default.
     """
     device, was = net.items.device, net.training
     net.eval()
-    last = histories(data, net.config.length)
+    last = histories(data, length or net.config.length)
     vectors = net.items.new_zeros(data.n_users, net.config.dim)
     order = np.argsort(last.count, kind="stable")
     for begin in range(0, len(order), 512):

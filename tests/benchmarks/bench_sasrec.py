@@ -23,17 +23,18 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 import yaml
 
-from crossfed.methods.parts.next_item import Learner, n_targets
+from crossfed.methods.parts.next_item import n_targets
 from crossfed.methods.sasrec import METHOD, Config
 from crossfed.platform.data.splits import TEST, TRAIN, VALIDATION, assign
 from crossfed.platform.evaluation.ranking import rank
-from crossfed.platform.method import Context, Interactions, generators
+from crossfed.platform.method import Context, Interactions, Method, generators
 from crossfed.platform.registry import method_file
 
 SHARED = Path(os.environ.get("CROSSFED_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))
@@ -41,9 +42,10 @@ CPU = torch.device("cpu")
 
 
 class Ours:
-    """SASRec on one domain, stepped by hand."""
+    """A method with one local stage on one domain, stepped by hand."""
 
-    def __init__(self, inter: Path, config: Config) -> None:
+    def __init__(self, inter: Path, config: Any, method: Method = METHOD) -> None:
+        self.method = method
         frame = pd.read_csv(inter, sep="\t").sort_values("timestamp:float", kind="stable")
         users = pd.factorize(frame["user_id:token"])[0].astype(np.int64)
         items = pd.factorize(frame["item_id:token"])[0].astype(np.int64)
@@ -56,7 +58,7 @@ class Ours:
 
         self.train, self.validation, self.test = (part(split == label) for label in (TRAIN, VALIDATION, TEST))
         self.seen, self.nothing = part(split != TEST), part(split < 0)
-        self.state: Learner = METHOD.init_domain(config, self.context("init", 0))
+        self.state: Any = method.init_domain(config, self.context("init", 0))
         self.round = 0
         self.reached: list[dict[str, float]] = []
         self.best: dict[str, float] = {}
@@ -67,15 +69,16 @@ class Ours:
         return Context("ml-100k", stage, round, (), rng, torch_rng, CPU, self.train)
 
     def rank(self, known: Interactions, masked: Interactions, truth: Interactions) -> dict[str, float]:
-        self.state.observe(known)
+        assert self.method.observe is not None
+        self.method.observe(self.state, known)
         everybody = np.arange(self.train.n_users)
-        score = lambda users: METHOD.score(self.state, users)  # noqa: E731
+        score = lambda users: self.method.score(self.state, users)  # noqa: E731
         held_out = truth.indptr, truth.items
         return rank(score, everybody, masked.indptr, masked.items, *held_out, self.train.n_items, (10, 20)).macro
 
     def epochs(self, count: int) -> list[float]:
         """Train and validate; the seconds of each epoch without its validation."""
-        (stage,) = METHOD.stages(self.state.config)
+        (stage,) = self.method.stages(self.state.config)
         seconds = []
         for _ in range(count):
             self.round += 1
@@ -95,10 +98,16 @@ class Ours:
         return seconds
 
 
-def recbole(script: Path, venv: Path, epochs: int, threads: int) -> dict[str, object]:
+def recbole(
+    script: Path,
+    venv: Path,
+    epochs: int,
+    threads: int,
+    model: str = "SASRec",
+) -> dict[str, Any]:
     """What RecBole took, with the same number of threads."""
     done = subprocess.run(
-        [sys.executable, script, "SASRec", "--epochs", str(epochs), "--venv", venv],
+        [sys.executable, script, model, "--epochs", str(epochs), "--venv", venv],
         env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         stdout=subprocess.PIPE,
         text=True,

@@ -31,8 +31,12 @@ GENERATOR = (
     "batch_size=128", "tokeniser.kind=residual-kmeans", "tokeniser.dim=8",
 )  # fmt: skip
 SMALL: dict[str, tuple[str, ...]] = {
+    "cl4srec": ("dim=8", "inner=8", "epochs=3", "batch_size=16"),
+    "duorec": ("dim=8", "inner=8", "epochs=3", "batch_size=16"),
+    "fedcl4srec": ("dim=8", "inner=8", "rounds=3", "local_epochs=2", "mu=0.01", "batch_size=16"),
     "fedcrf": ("K=4", "dim=8", "rounds=2", "epochs=2", "batch_size=64"),
     "fedsasrec": ("dim=8", "inner=8", "rounds=3", "batch_size=16"),
+    "gru4rec": ("dim=8", "hidden=8", "epochs=3", "batch_size=16"),
     "lightgcn": ("dim=8", "epochs=3", "batch_size=64"),
     "neumf": ("factors=4", "mlp_dim=4", "widths=[8,4]", "batch_size=64", "epochs=3"),
     "ngcf": ("dim=8", "layers=2", "epochs=3", "batch_size=64"),
