@@ -143,10 +143,8 @@ def run(
     """Run one federation from start to result."""
     from crossfed.platform.config.settings import build
     from crossfed.platform.console import make_progress
-    from crossfed.platform.federation.final import test_once
+    from crossfed.platform.data.store import PreparedData
     from crossfed.platform.federation.mirror import is_uri
-    from crossfed.platform.federation.run import run_federation
-    from crossfed.platform.federation.runs import fetch_run, find_run, stored_config
 
     started: list[Path] = []
     view = make_progress(progress.value)
@@ -155,6 +153,8 @@ def run(
             raise CrossfedError(
                 "--resume continues a run as it was configured; give no method, domains, seed, --set or back end with it."
             )
+        from crossfed.platform.federation.runs import fetch_run, find_run, stored_config
+
         folder = Path(out or RUNS)
         run_dir = fetch_run(resume, folder) if is_uri(resume) else find_run(resume, folder)
         config = stored_config(run_dir, data)
@@ -178,6 +178,11 @@ def run(
                 "tracking.require": require_tracking or None,
             },
         )
+        if config.data is not None:
+            PreparedData.open(config.data)  # what is no data is refused before torch is imported
+    from crossfed.platform.federation.final import test_once
+    from crossfed.platform.federation.run import run_federation
+
     try:
         with terminable():
             result = run_federation(config, resume=run_dir, view=view, finish=test_once, started=started.append)
@@ -203,8 +208,14 @@ class terminable:
 
 
 @app.command()
-def methods(name: Annotated[str | None, typer.Argument(help="Show one method with its configuration.")] = None) -> None:
+def methods(
+    name: Annotated[str | None, typer.Argument(help="Show one method with its configuration.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="With a method: also the keys of the run that --set takes.")
+    ] = False,
+) -> None:
     """List the methods, and what each sends."""
+    from crossfed.platform.config.settings import run_keys
     from crossfed.platform.registry import find_method, method_file, method_names
 
     console = Console()
@@ -235,6 +246,10 @@ def methods(name: Annotated[str | None, typer.Argument(help="Show one method wit
         defaults = shipped.get("config", {})
         for key, info in method.Config.model_fields.items():
             table.add_row(key, str(defaults.get(key, info.default)), info.description or "")
+        if everything:
+            for key, info in run_keys().items():
+                default = info.get_default(call_default_factory=True)
+                table.add_row(key, "none" if default is None else str(default), info.description or "")
         console.print(table)
         if local := shipped.get("local"):
             console.print(f"  local variant: {local.get('method', name)}", markup=False, highlight=False)

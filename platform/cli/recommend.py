@@ -10,14 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from crossfed.platform.method import CrossfedError
-from crossfed.platform.serving.save import K
 
 
 def recommend(
     run: Annotated[str, typer.Argument(help="A finished run's directory or id.")],
     domain: Annotated[str, typer.Option(help="The domain.")],
     user: Annotated[list[str], typer.Option(help="A user's id as in the source. Repeatable.")],
-    k: Annotated[int, typer.Option("--k", "-k", min=1, help="How many items.")] = K,
+    k: Annotated[
+        int | None,
+        typer.Option("--k", "-k", min=1, help="How many items.  [default: 10]", show_default=False),
+    ] = None,
     exclude_seen: Annotated[
         bool, typer.Option("--exclude-seen", help="Leave out what the user has interacted with, in any split.")
     ] = False,
@@ -27,7 +29,7 @@ def recommend(
     from crossfed.platform.data.store import PreparedData
     from crossfed.platform.federation.run import resolve_data
     from crossfed.platform.federation.runs import find_run, stored_config
-    from crossfed.platform.serving.save import DomainModel
+    from crossfed.platform.serving.save import DomainModel, K
 
     run_dir = find_run(run, out)
     model, console = DomainModel(run_dir, domain), Console(highlight=False)
@@ -44,7 +46,7 @@ def recommend(
         users, items, _ = data.interactions(domain)
         rows = [model.row(name) for name in user]
         seen = [[] if row is None else items[users == row].tolist() for row in rows]
-    for answer in model.recommend(user, [k] * len(user), seen):
+    for answer in model.recommend(user, [k or K] * len(user), seen):
         known = "" if answer.known else ", unknown: what ranks high for most users"
         shown = Table(title=f"{domain}, user {answer.user}{known}", title_justify="left")
         shown.add_column("rank", justify="right")
