@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
-from crossfed.platform.cli import report
+from crossfed.platform.cli import complete, report
 from crossfed.platform.cli.audit import audit
 from crossfed.platform.cli.cluster import cluster_app, doctor, submit
 from crossfed.platform.cli.evaluate import evaluate
@@ -28,8 +29,34 @@ from crossfed.platform.method import CrossfedError, Release, Scope
 if TYPE_CHECKING:
     from crossfed.platform.data.store import PreparedData
 
+RUNNING, DATA, RESULTS, PLACES = "Run and search", "Data and methods", "Results", "Machines and tracking"
+PANELS = {
+    RUNNING: ("run", "tune", "tune-all"),
+    DATA: ("methods", "data"),
+    RESULTS: ("compare", "report", "analyse", "figures", "recommend", "evaluate", "audit", "privacy"),
+    PLACES: ("ui", "replay", "doctor", "cluster", "submit"),
+}
+"""The commands as `--help` shows them."""
+_PANEL = {name: panel for panel, names in PANELS.items() for name in names}
+
+
+class _InPanels(TyperGroup):
+    """Commands in the order of `PANELS`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        order = list(_PANEL)
+        return sorted(super().list_commands(ctx), key=lambda name: order.index(name) if name in order else len(order))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            command.rich_help_panel = _PANEL.get(cmd_name)  # type: ignore[attr-defined]
+        return command
+
+
 app = typer.Typer(
     name="crossfed",
+    cls=_InPanels,
     help="Federated cross-domain recommendation: train over domains that keep their interactions to themselves.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -98,13 +125,18 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 def run(
     method: Annotated[
         str | None,
-        typer.Argument(help="A method (see `crossfed methods`), package.module:ATTRIBUTE, or a run's YAML file."),
+        typer.Argument(
+            help="A method (see `crossfed methods`), package.module:ATTRIBUTE, or a run's YAML file.",
+            autocompletion=complete.method,
+        ),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="Prepared data directory; without it, embedded synthetic shops.")
     ] = None,
     domains: Annotated[str | None, typer.Option(help="Comma-separated subset of the data's domains.")] = None,
-    preset: Annotated[str | None, typer.Option(help="One of the method's presets.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="One of the method's presets.", autocompletion=complete.preset)
+    ] = None,
     sets: Annotated[
         list[str] | None,
         typer.Option("--set", help="key=value; a method's key or a dotted key of the run. Repeatable."),
@@ -120,7 +152,10 @@ def run(
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(help="An interrupted run's directory, id or URI, to continue; --data where its data moved."),
+        typer.Option(
+            help="An interrupted run's directory, id or URI, to continue; --data where its data moved.",
+            autocompletion=complete.run,
+        ),
     ] = None,
     backend: Annotated[
         Backend | None, typer.Option(help="Ray actors, or one process.  [default: ray]", show_default=False)
@@ -209,7 +244,9 @@ class terminable:
 
 @app.command()
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Show one method with its configuration.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="Show one method with its configuration.", autocompletion=complete.method)
+    ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="With a method: also the keys of the run that --set takes.")
     ] = False,
@@ -389,7 +426,7 @@ def ui(
 
 @app.command()
 def privacy(
-    run: Annotated[str, typer.Argument(help="A run's directory or id, finished or not.")],
+    run: Annotated[str, typer.Argument(help="A run's directory or id, finished or not.", autocompletion=complete.run)],
     out: Out = RUNS,
 ) -> None:
     """What a run's perturbed messages cost: every release with its parameters, and the totals by domain."""
@@ -418,7 +455,7 @@ def privacy(
 
 @app.command()
 def replay(
-    run: Annotated[str, typer.Argument(help="A run's directory or id.")],
+    run: Annotated[str, typer.Argument(help="A run's directory or id.", autocompletion=complete.run)],
     out: Out = RUNS,
     uri: Annotated[str | None, typer.Option(help="Where to; by default where the run wanted to be tracked.")] = None,
 ) -> None:

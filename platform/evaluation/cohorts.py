@@ -85,12 +85,12 @@ def wilson(values: npt.NDArray[np.float64], level: float = 0.95) -> tuple[float,
         values: [n], n ≥ 1.
 
     Raises:
-        ValueError: a value is outside [0, 1].
+        ValueError: the mean is outside [0, 1], as no metric's is.
     """
-    if values.min() < 0 or values.max() > 1:
-        raise ValueError(f"values in [0, 1] are wanted, got {values.min():g} … {values.max():g}")
     mean, variance, n = float(values.mean()), float(values.var()), float(len(values))
-    if variance > 0:
+    if not 0 <= mean <= 1:
+        raise ValueError(f"a mean in [0, 1] is wanted, got {mean:g}")
+    if variance > 0 < mean * (1 - mean):
         n *= mean * (1 - mean) / variance
     z = NormalDist().inv_cdf((1 + level) / 2)
     centre = (mean + z * z / (2 * n)) / (1 + z * z / n)

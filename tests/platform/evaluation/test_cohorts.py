@@ -36,7 +36,7 @@ def test_intervals_never_leave_what_a_metric_can_be():
     assert 0.9 < wilson(1 - values)[0] < wilson(1 - values)[1] < 1
     assert wilson(np.zeros(5))[0] == 0 and wilson(np.full(3, 0.1))[0] > 0
     with pytest.raises(ValueError, match=r"\[0, 1\]"):
-        wilson(np.array([0.5, 1.5]))
+        wilson(np.array([1.0, 1.5]))
 
 
 def test_one_user_has_no_interval():
