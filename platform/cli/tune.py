@@ -306,9 +306,9 @@ def start(
     progress: View = Shown.plain,
 ) -> None:
     """Start a study: trials by the sampler, stopped by the rule, then the winner in full over the seeds."""
-    from crossfed.platform.federation.final import test_once
-
     base = _base(method, preset, sets, data, domains, seed, out, backend, address, tracking_uri, require_tracking)
+    from crossfed.platform.federation.final import test_once  # after what is wrong has been told: it takes seconds
+
     spaces = importlib.import_module("crossfed.tuning.space")
     name = study or _default_name(base)
     search = _settings(
