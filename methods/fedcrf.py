@@ -90,7 +90,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -98,12 +98,8 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field as Setting
 from torch import Tensor, nn
-from torch_geometric.nn import SimpleConv
-from torch_geometric.nn.conv.gcn_conv import gcn_norm
-from torch_geometric.utils import to_undirected
 
 from crossfed.methods.parts.graph import bipartite_adjacency, propagate, spmm
-from crossfed.methods.parts.kmeans import WeightedKMeans
 from crossfed.methods.parts.losses import bernoulli_kl, bpr, finite, l2_ego
 from crossfed.methods.parts.sampling import bpr_epoch
 from crossfed.methods.parts.text_graph import (
@@ -129,6 +125,9 @@ from crossfed.platform.method import (
     Stage,
     generators,
 )
+
+if TYPE_CHECKING:
+    from crossfed.methods.parts.kmeans import WeightedKMeans
 
 EPS = 1e-5  # ε of Eq. (3)
 
@@ -244,6 +243,9 @@ def global_clusters(
     Returns:
         The fitted estimator, with `cluster_centers_` [k, dim] and `labels_` [n].
     """
+    # only the server needs it, and scikit-learn takes a second to import
+    from crossfed.methods.parts.kmeans import WeightedKMeans
+
     model = WeightedKMeans(k, eps=eps, init="random" if start is None else start, random_state=seed)
     return model.fit(vectors)
 
@@ -269,6 +271,8 @@ def semantic_edges(t: Tensor, centres: Tensor, labels: Tensor, n: int) -> tuple[
     Returns:
         int64 [2, e] with both directions of every edge, once each, and float [e] weights in 0 … 1; no self loops.
     """
+    from torch_geometric.utils import to_undirected  # only domains need it, and it takes seconds
+
     b, k = len(t), len(centres)  # the centre of a cluster without items here is zero: its edges weigh nothing
     own = torch.stack([torch.arange(b, device=t.device), labels + b])
     (items, item_weights), (among, centre_weights) = cosine_edges(t, n), cosine_edges(centres, n)
@@ -280,6 +284,9 @@ def semantic_edges(t: Tensor, centres: Tensor, labels: Tensor, n: int) -> tuple[
 
 def semantic_propagation(z: Tensor, edges: Tensor, weights: Tensor, w2: Tensor) -> Tensor:
     """Eq. (10): Z′ = ReLU(LZW₂) with L = D^-½(A + I)D^-½. [n, dim], int64 [2, e], [e], [dim, dim] -> [n, dim]."""
+    from torch_geometric.nn import SimpleConv
+    from torch_geometric.nn.conv.gcn_conv import gcn_norm
+
     edges, weights = gcn_norm(edges, weights, len(z), add_self_loops=True)
     return F.relu(SimpleConv("sum")(z, edges, weights) @ w2)
 

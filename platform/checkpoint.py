@@ -23,14 +23,15 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from crossfed.platform.errors import CrossfedError
+
+if TYPE_CHECKING:
+    import torch
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
@@ -47,6 +48,8 @@ def digest(path: Path) -> str:
 
 def _pack(value: Any, arrays: dict[str, torch.Tensor]) -> Any:
     """JSON structure of `value`; tensors and arrays are replaced by references into `arrays`."""
+    import torch  # here, because who only reads or writes JSON needs none of it
+
     if isinstance(value, torch.Tensor | np.ndarray):
         tensor = torch.tensor(value) if isinstance(value, np.ndarray) else value.detach().cpu()
         name = f"{len(arrays):05d}"
@@ -144,6 +147,8 @@ def save(path: Path, state: Any) -> dict[str, str]:
         CrossfedError: the disk is full or cannot be written; what was committed before is untouched.
         TypeError: the state holds something other than tensors, arrays, mappings, lists and scalars.
     """
+    from safetensors.torch import save_file
+
     arrays: dict[str, torch.Tensor] = {}
     structure, stored = _pack(state, arrays), Path(f"{path}.safetensors")
     with writing(path):

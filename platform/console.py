@@ -224,6 +224,7 @@ class Progress:
             if name.rpartition("_at_")[2] == cut and (not shown or width + len(name) + 3 <= self._console.width):
                 shown.append(name)
                 width += len(name) + 3
+        hidden = [name for name in names if name.rpartition("_at_")[2] == cut and name not in shown]
         table = Table()
         table.add_column("domain")
         table.add_column("split")
@@ -237,6 +238,10 @@ class Progress:
             table.add_section()
         self._console.print(Text(title, style="bold"))
         self._console.print(table, soft_wrap=False)
+        if hidden:
+            self._console.print(
+                Text(f"more at over {self._console.width} characters: {', '.join(hidden)}", style="yellow")
+            )
         told = {(row.protocol, row.candidates) for row in summary_rows}
         for row in summary_rows[: 1 if len(told) == 1 else None]:
             domain = "" if len(told) == 1 else f"{row.domain}: "

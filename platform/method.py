@@ -22,8 +22,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+if typing.TYPE_CHECKING:
+    import torch
 
 SERVER = "server"
 """The server's node name; no domain may carry it."""
@@ -304,6 +306,8 @@ class Scope(StrEnum):
 
 def inner_product(exported: Mapping[str, torch.Tensor], users: npt.NDArray[np.int64]) -> torch.Tensor:
     """Scores [len(users), n_items] from exported "users" [n_users, d] and "items" [n_items, d]."""
+    import torch  # here, because the seam is imported by what answers without it, e.g. `--help`
+
     return exported["users"][torch.from_numpy(users)] @ exported["items"].T
 
 
@@ -369,6 +373,8 @@ def stream(seed: int, *where: str | int) -> np.random.SeedSequence:
 
 def generators(seed: int, *where: str | int) -> tuple[np.random.Generator, torch.Generator]:
     """NumPy's and torch's generator for one place in a run; the two streams are independent."""
+    import torch  # as in `inner_product`
+
     numpy_seed, torch_seed = stream(seed, *where).spawn(2)
     torch_rng = torch.Generator().manual_seed(int(torch_seed.generate_state(1, np.uint64)[0] >> np.uint64(1)))
     return np.random.default_rng(numpy_seed), torch_rng

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.resources
+import importlib.util
 import pkgutil
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
 
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.method import Method
+from crossfed.platform.method import Method, MethodConfig
 
 PACKAGE = "crossfed.methods"
+_SLICE = f"{PACKAGE}#slice"
+"""The module that a class has which `config_class` made."""
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
@@ -25,6 +32,26 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
     close = begun or [folded[name] for name in difflib.get_close_matches(word.lower(), folded, n=1)]
     hint = f"; did you mean {min(close, key=len)}?" if close and word else "."
     return f"{hint} Allowed: {', '.join(allowed) or 'nothing'}."
+
+
+def nearest_few(word: str, allowed: Iterable[str], where: str, count: int = 5) -> str:
+    """As `nearest`, where there are too many words to name them all: the few nearest, and where all are.
+
+    A dotted word is set against the last parts of the allowed ones as well as against the whole.
+
+    Args:
+        where: what shows all of them, as in "`crossfed methods NAME` shows all".
+    """
+
+    def likeness(name: str) -> float:
+        pairs = ((word, name), (word.rpartition(".")[2], name.rpartition(".")[2]))
+        begun = name.lower().startswith(word.lower().rstrip("s"))
+        return begun + max(difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio() for one, other in pairs)
+
+    first, *others = sorted(allowed, key=lambda name: (-likeness(name), len(name), name))[:count]
+    alike = likeness(first) > (0.6 if len(word) < 4 else 0.7)
+    hint = f"; did you mean {first}? Near it: " if alike else ". Nearest: "
+    return f"{hint}{', '.join(others if alike else [first, *others])}; {where}."
 
 
 def method_names() -> list[str]:
@@ -55,6 +82,91 @@ def find_method(name: str) -> Method:
     if not isinstance(found, Method):
         raise CrossfedError(f"{module}:{attribute} is a {type(found).__name__}, not a crossfed.platform.method.Method.")
     return found
+
+
+def config_class(name: str) -> type[MethodConfig]:
+    """The `Config` of a method, without importing torch where that can be spared.
+
+    A mistake in a configuration should be told at once, and torch takes seconds to import. So of
+    the file of a method that ships, only those statements are executed that its `Config` is made
+    of. Where the method is imported already, or its `Config` cannot be had so, it is the method's.
+
+    Raises:
+        CrossfedError: there is no such method.
+    """
+    if name not in method_names() or f"{PACKAGE}.{name}" in sys.modules:
+        return find_method(name).Config
+    before, sys.modules[_SLICE] = sys.modules.get(_SLICE), ModuleType(_SLICE)
+    try:
+        made = _slice(f"{PACKAGE}.{name}", ["Config"])["Config"]
+    except Exception:  # whatever is unusual about the file: its import has the last word
+        return find_method(name).Config
+    finally:
+        if before is None:
+            del sys.modules[_SLICE]
+        else:
+            sys.modules[_SLICE] = before
+    return made if issubclass(made, MethodConfig) else find_method(name).Config
+
+
+def _slice(module: str, names: Iterable[str]) -> dict[str, Any]:
+    """What a module of `PACKAGE` binds to `names`, from those of its statements that they need."""
+    spec = importlib.util.find_spec(module)
+    path = Path(spec.origin or "") if spec else Path()
+    body = ast.parse(path.read_text(encoding="utf-8"), str(path)).body
+    waiting, needed, wanted = list(names), set[str](), list[ast.stmt]()
+    while waiting:
+        name = waiting.pop()
+        if name in needed:
+            continue
+        needed.add(name)
+        for statement in body:
+            if statement not in wanted and name in _bound(statement):
+                wanted.append(statement)
+                if not isinstance(statement, ast.Import | ast.ImportFrom):
+                    waiting += _names(statement, ast.Load)
+    space: dict[str, Any] = {"__name__": _SLICE}
+    for statement in sorted(wanted, key=body.index):
+        if isinstance(statement, ast.ImportFrom):
+            statement.names = [a for a in statement.names if (a.asname or a.name) in needed]
+            if (origin := statement.module or "").startswith(f"{PACKAGE}."):
+                modules = importlib.util.find_spec(origin)
+                whole = modules is not None and modules.submodule_search_locations is not None
+                for a in statement.names:
+                    space[a.asname or a.name] = (
+                        _Later(f"{origin}.{a.name}") if whole else _slice(origin, [a.name])[a.name]
+                    )
+                continue
+        future = ast.parse("from __future__ import annotations").body
+        vars(sys.modules[_SLICE]).update(space)  # where pydantic looks annotations up
+        exec(compile(ast.Module([*future, statement], []), str(path), "exec"), space)
+    return space
+
+
+class _Later:
+    """A module that is imported when something of it is asked for."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
+
+
+def _bound(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement of a module binds."""
+    match statement:
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in names)
+        case _:
+            yield from _names(statement, ast.Store)
+
+
+def _names(statement: ast.stmt, use: type[ast.Load | ast.Store]) -> list[str]:
+    """The names that are read, or bound, in a statement."""
+    return [n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, use)]
 
 
 def method_file(name: str) -> Mapping[str, Any]:

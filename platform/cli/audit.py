@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from crossfed.platform.cli import complete
 from crossfed.platform.errors import CrossfedError
 
 if TYPE_CHECKING:
@@ -31,7 +32,10 @@ class Shown(StrEnum):
 
 
 def audit(
-    run: Annotated[str, typer.Argument(help="A run's directory or id; with --controls a finished one.")],
+    run: Annotated[
+        str,
+        typer.Argument(help="A run's directory or id; with --controls a finished one.", autocompletion=complete.run),
+    ],
     controls: Annotated[
         bool,
         typer.Option(

@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
+from crossfed.platform.cli import complete
 from crossfed.platform.cli.audit import Place, Shown
 
 
 def evaluate(
-    run: Annotated[str, typer.Argument(help="A finished run's directory, or its id in ./runs.")],
+    run: Annotated[
+        str, typer.Argument(help="A finished run's directory, or its id in ./runs.", autocompletion=complete.run)
+    ],
     protocol: Annotated[
         str | None,
         typer.Option(help="A protocol with the run's split.  [default: the run's]", show_default=False),

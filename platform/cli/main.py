@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
-from crossfed.platform.cli import report
+from crossfed.platform.cli import complete, report
 from crossfed.platform.cli.audit import audit
 from crossfed.platform.cli.cluster import cluster_app, doctor, submit
 from crossfed.platform.cli.evaluate import evaluate
@@ -29,8 +30,34 @@ from crossfed.platform.method import Release, Scope
 if TYPE_CHECKING:
     from crossfed.platform.data.store import PreparedData
 
+RUNNING, DATA, RESULTS, PLACES = "Run and search", "Data and methods", "Results", "Machines and tracking"
+PANELS = {
+    RUNNING: ("run", "tune", "tune-all"),
+    DATA: ("methods", "data"),
+    RESULTS: ("compare", "report", "analyse", "figures", "recommend", "evaluate", "audit", "privacy"),
+    PLACES: ("ui", "replay", "doctor", "cluster", "submit"),
+}
+"""The commands as `--help` shows them."""
+_PANEL = {name: panel for panel, names in PANELS.items() for name in names}
+
+
+class _InPanels(TyperGroup):
+    """Commands in the order of `PANELS`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        order = list(_PANEL)
+        return sorted(super().list_commands(ctx), key=lambda name: order.index(name) if name in order else len(order))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            command.rich_help_panel = _PANEL.get(cmd_name)  # type: ignore[attr-defined]
+        return command
+
+
 app = typer.Typer(
     name="crossfed",
+    cls=_InPanels,
     help="Federated cross-domain recommendation: train over domains that keep their interactions to themselves.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -99,13 +126,18 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
 def run(
     method: Annotated[
         str | None,
-        typer.Argument(help="A method (see `crossfed methods`), package.module:ATTRIBUTE, or a run's YAML file."),
+        typer.Argument(
+            help="A method (see `crossfed methods`), package.module:ATTRIBUTE, or a run's YAML file.",
+            autocompletion=complete.method,
+        ),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="Prepared data directory; without it, embedded synthetic shops.")
     ] = None,
     domains: Annotated[str | None, typer.Option(help="Comma-separated subset of the data's domains.")] = None,
-    preset: Annotated[str | None, typer.Option(help="One of the method's presets.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="One of the method's presets.", autocompletion=complete.preset)
+    ] = None,
     sets: Annotated[
         list[str] | None,
         typer.Option("--set", help="key=value; a method's key or a dotted key of the run. Repeatable."),
@@ -121,7 +153,10 @@ def run(
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(help="An interrupted run's directory, id or URI, to continue; --data where its data moved."),
+        typer.Option(
+            help="An interrupted run's directory, id or URI, to continue; --data where its data moved.",
+            autocompletion=complete.run,
+        ),
     ] = None,
     backend: Annotated[
         Backend | None, typer.Option(help="Ray actors, or one process.  [default: ray]", show_default=False)
@@ -144,9 +179,7 @@ def run(
     """Run one federation from start to result."""
     from crossfed.platform.config.settings import build
     from crossfed.platform.console import make_progress
-    from crossfed.platform.federation.final import test_once
-    from crossfed.platform.federation.run import run_federation
-    from crossfed.platform.federation.runs import fetch_run, find_run, stored_config
+    from crossfed.platform.data.store import PreparedData
     from crossfed.platform.uris import is_uri
 
     started: list[Path] = []
@@ -156,6 +189,8 @@ def run(
             raise CrossfedError(
                 "--resume continues a run as it was configured; give no method, domains, seed, --set or back end with it."
             )
+        from crossfed.platform.federation.runs import fetch_run, find_run, stored_config
+
         folder = Path(out or RUNS)
         run_dir = fetch_run(resume, folder) if is_uri(resume) else find_run(resume, folder)
         config = stored_config(run_dir, data)
@@ -179,6 +214,11 @@ def run(
                 "tracking.require": require_tracking or None,
             },
         )
+        if config.data is not None:
+            PreparedData.open(config.data)  # what is no data is refused before torch is imported
+    from crossfed.platform.federation.final import test_once
+    from crossfed.platform.federation.run import run_federation
+
     try:
         with terminable():
             result = run_federation(config, resume=run_dir, view=view, finish=test_once, started=started.append)
@@ -204,8 +244,16 @@ class terminable:
 
 
 @app.command()
-def methods(name: Annotated[str | None, typer.Argument(help="Show one method with its configuration.")] = None) -> None:
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(help="Show one method with its configuration.", autocompletion=complete.method)
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="With a method: also the keys of the run that --set takes.")
+    ] = False,
+) -> None:
     """List the methods, and what each sends."""
+    from crossfed.platform.config.settings import run_keys
     from crossfed.platform.registry import find_method, method_file, method_names
 
     console = Console()
@@ -236,6 +284,10 @@ def methods(name: Annotated[str | None, typer.Argument(help="Show one method wit
         defaults = shipped.get("config", {})
         for key, info in method.Config.model_fields.items():
             table.add_row(key, str(defaults.get(key, info.default)), info.description or "")
+        if everything:
+            for key, info in run_keys().items():
+                default = info.get_default(call_default_factory=True)
+                table.add_row(key, "none" if default is None else str(default), info.description or "")
         console.print(table)
         if local := shipped.get("local"):
             console.print(f"  local variant: {local.get('method', name)}", markup=False, highlight=False)
@@ -376,7 +428,7 @@ def ui(
 
 @app.command()
 def privacy(
-    run: Annotated[str, typer.Argument(help="A run's directory or id, finished or not.")],
+    run: Annotated[str, typer.Argument(help="A run's directory or id, finished or not.", autocompletion=complete.run)],
     out: Out = RUNS,
 ) -> None:
     """What a run's perturbed messages cost: every release with its parameters, and the totals by domain."""
@@ -405,7 +457,7 @@ def privacy(
 
 @app.command()
 def replay(
-    run: Annotated[str, typer.Argument(help="A run's directory or id.")],
+    run: Annotated[str, typer.Argument(help="A run's directory or id.", autocompletion=complete.run)],
     out: Out = RUNS,
     uri: Annotated[str | None, typer.Option(help="Where to; by default where the run wanted to be tracked.")] = None,
 ) -> None:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from crossfed.platform.cli import complete
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.serving.save import K
+
+ROOM = 16
+"""Places that a title needs to stand beside its item; with less it stands below."""
 
 
 def recommend(
-    run: Annotated[str, typer.Argument(help="A finished run's directory or id.")],
+    run: Annotated[str, typer.Argument(help="A finished run's directory or id.", autocompletion=complete.run)],
     domain: Annotated[str, typer.Option(help="The domain.")],
     user: Annotated[list[str], typer.Option(help="A user's id as in the source. Repeatable.")],
-    k: Annotated[int, typer.Option("--k", "-k", min=1, help="How many items.")] = K,
+    k: Annotated[
+        int | None,
+        typer.Option("--k", "-k", min=1, help="How many items.  [default: 10]", show_default=False),
+    ] = None,
     exclude_seen: Annotated[
         bool, typer.Option("--exclude-seen", help="Leave out what the user has interacted with, in any split.")
     ] = False,
@@ -27,7 +36,7 @@ def recommend(
     from crossfed.platform.data.store import PreparedData
     from crossfed.platform.federation.run import resolve_data
     from crossfed.platform.federation.runs import find_run, stored_config
-    from crossfed.platform.serving.save import DomainModel
+    from crossfed.platform.serving.save import DomainModel, K
 
     run_dir = find_run(run, out)
     model, console = DomainModel(run_dir, domain), Console(highlight=False)
@@ -44,13 +53,28 @@ def recommend(
         users, items, _ = data.interactions(domain)
         rows = [model.row(name) for name in user]
         seen = [[] if row is None else items[users == row].tolist() for row in rows]
-    for answer in model.recommend(user, [k] * len(user), seen):
+    for answer in model.recommend(user, [k or K] * len(user), seen):
         known = "" if answer.known else ", unknown: what ranks high for most users"
         shown = Table(title=f"{domain}, user {answer.user}{known}", title_justify="left")
-        shown.add_column("rank", justify="right")
-        shown.add_column("item", no_wrap=True)
-        shown.add_column("score", justify="right")
-        shown.add_column("title", no_wrap=True, overflow="ellipsis")
-        for rank, (item, row, score) in enumerate(zip(answer.items, answer.rows, answer.scores, strict=True), 1):
-            shown.add_row(str(rank), item, f"{score:.4g}", titles[row])
+        scores = [f"{score:.4g}" for score in answer.scores]
+        # what the frame, rank and score leave; a title has a column of its own where it has some room in it
+        room = console.width - 10 - longest(["rank"]) - longest(["score", *scores])
+        beside = room - 3 - longest(answer.items)
+        shown.add_column("rank", justify="right", no_wrap=True)
+        shown.add_column("item" if beside >= ROOM else "item, title", overflow="fold")
+        shown.add_column("score", justify="right", no_wrap=True)
+        if beside >= ROOM:
+            shown.add_column("title", no_wrap=True)
+        for rank, (item, row, score) in enumerate(zip(answer.items, answer.rows, scores, strict=True), 1):
+            title = Text(titles[row], "" if beside >= ROOM else "dim")
+            title.truncate(beside if beside >= ROOM else room, overflow="ellipsis")
+            if beside >= ROOM:
+                shown.add_row(str(rank), Text(item), score, title)
+            else:
+                shown.add_row(str(rank), Text.assemble(item, "\n", title), score)
         console.print(shown)
+
+
+def longest(texts: Iterable[str]) -> int:
+    """Places of a terminal that the longest text takes."""
+    return max(map(cell_len, texts), default=0)

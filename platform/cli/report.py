@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
+from crossfed.platform.cli import complete
 from crossfed.platform.errors import CrossfedError
 
 if TYPE_CHECKING:
     from crossfed.platform.report.analyses import Analysis
     from crossfed.platform.report.finished import Finished
     from crossfed.platform.report.page import Section
+    from crossfed.platform.report.tables import Grid
 
 RUNS = Path("runs")
 Out = Annotated[Path, typer.Option(help="Folder of run directories.", show_default=True)]
@@ -23,7 +26,9 @@ Sources = Annotated[
     list[str],
     typer.Argument(
         metavar="RUN|STUDY|QUERY...",
-        help="Finished runs (directories, or ids below --out), studies (their final runs), or mlflow:FILTER.",
+        autocompletion=complete.run,
+        help="Finished runs (directories, or ids below --out), folders of runs (all finished ones in them), studies "
+        "(their final runs), or mlflow:FILTER.",
     ),
 ]
 Uri = Annotated[
@@ -66,7 +71,8 @@ def compare(
     format: Annotated[
         Format | None,
         typer.Option(
-            help="Form of the table.  [default: by the ending of --out-file: .md, .tex, .csv, .html; else md]",
+            help="Form of the table.  [default: by the ending of --out-file: .md, .tex, .csv, .html; a table in a "
+            "terminal, else md]",
             show_default=False,
         ),
     ] = None,
@@ -82,6 +88,8 @@ def compare(
     with gather(runs, out, tracking_uri) as finished:
         made = comparison(finished, metric or (), split.value, against or ())
     grids = [made.table, *made.tests]
+    if format is None and out_file is None and _in_terminal(*grids):
+        return
     if form is Format.csv:
         text = made.table.csv()
     elif form is Format.latex:
@@ -93,6 +101,15 @@ def compare(
     else:
         text = "\n".join(grid.markdown() for grid in grids)
     _give(text, out_file)
+
+
+def _in_terminal(*grids: Grid) -> bool:
+    """Print tables for people if somebody is looking; whether somebody is."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        for grid in grids:
+            console.print(grid.terminal(console.width))
+    return console.is_terminal
 
 
 def _give(text: str, file: Path | None) -> None:
@@ -154,7 +171,7 @@ def _study(folder: Path) -> Any:
 
 
 def figures(
-    run: Annotated[str, typer.Argument(help="A finished run's directory or id.")],
+    run: Annotated[str, typer.Argument(help="A finished run's directory or id.", autocompletion=complete.run)],
     out: Out = RUNS,
 ) -> None:
     """Draw a run's figures again into its folder: curves, losses, diagnostics, bytes, cohorts, weights, prototypes."""
@@ -197,7 +214,8 @@ def _metric(finished: list[Finished], metric: str | None, split: Split = Split.t
 
 
 def _draw(found: Analysis, to: Path | None, out: Path) -> None:
-    typer.echo(found.grid.markdown())
+    if not _in_terminal(found.grid):
+        typer.echo(found.grid.markdown())
     for path in found.save(to or out / "analyses"):
         typer.echo(f"{path}")
 
@@ -353,7 +371,7 @@ def time(
 
 @analyse_app.command()
 def weights(
-    run: Annotated[str, typer.Argument(help="A finished run whose server averages.")],
+    run: Annotated[str, typer.Argument(help="A finished run whose server averages.", autocompletion=complete.run)],
     to: To = None,
     out: Out = RUNS,
     tracking_uri: Uri = None,
@@ -368,7 +386,7 @@ def weights(
 
 @analyse_app.command()
 def prototypes(
-    run: Annotated[str, typer.Argument(help="A finished run's directory or id.")],
+    run: Annotated[str, typer.Argument(help="A finished run's directory or id.", autocompletion=complete.run)],
     to: To = None,
     out: Out = RUNS,
 ) -> None:
@@ -383,7 +401,7 @@ def prototypes(
 
 @analyse_app.command("item-map")
 def item_map(
-    run: Annotated[str, typer.Argument(help="A finished run's directory or id.")],
+    run: Annotated[str, typer.Argument(help="A finished run's directory or id.", autocompletion=complete.run)],
     vectors: Annotated[
         list[str] | None,
         typer.Option(

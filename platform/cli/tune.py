@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from crossfed.platform.cli import complete
 from crossfed.platform.errors import CrossfedError
 
 if TYPE_CHECKING:
@@ -50,6 +51,12 @@ class _StartByDefault(TyperGroup):
         if args and args[0] not in {*self.commands, *self.get_help_option_names(ctx)}:
             args = ["start", *args]
         return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """The commands, and what starting a study takes."""
+        super().format_help(ctx, formatter)
+        start = self.commands["start"]
+        start.format_help(start.context_class(start, info_name="start", parent=ctx), formatter)
 
 
 tune_app = typer.Typer(
@@ -92,7 +99,10 @@ Changes = Annotated[
 Space = Annotated[Path | None, typer.Option(help="Change the space by a YAML file in the form of a search: block.")]
 Retries = Annotated[int, typer.Option(help="How often a trial whose process dies is run again.")]
 Storage = Annotated[str | None, typer.Option(help="Optuna storage URL; by default SQLite in the study's folder.")]
-Preset = Annotated[str | None, typer.Option(help="One of the method's presets, for the first trial.")]
+Preset = Annotated[
+    str | None,
+    typer.Option(help="One of the method's presets, for the first trial.", autocompletion=complete.preset),
+]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", help="key=value for all trials, as in `crossfed run`. Repeatable.")
 ]
@@ -109,7 +119,7 @@ Uri = Annotated[
     str | None, typer.Option(help="MLflow server or sqlite:/// URI; by default a database beside the runs.")
 ]
 Require = Annotated[bool, typer.Option("--require-tracking", help="Fail when the MLflow server cannot be reached.")]
-Name = Annotated[str, typer.Argument(help="A study's name or folder.")]
+Name = Annotated[str, typer.Argument(help="A study's name or folder.", autocompletion=complete.run)]
 
 
 class Place(StrEnum):
@@ -245,7 +255,12 @@ def _kept(folder: Path) -> str:
 
 @tune_app.command("start")
 def start(
-    method: Annotated[str, typer.Argument(help="A method, package.module:ATTRIBUTE, or a run's YAML file.")],
+    method: Annotated[
+        str,
+        typer.Argument(
+            help="A method, package.module:ATTRIBUTE, or a run's YAML file.", autocompletion=complete.method
+        ),
+    ],
     data: Data = None,
     domains: Domains = None,
     preset: Preset = None,
@@ -274,9 +289,9 @@ def start(
     progress: View = Shown.plain,
 ) -> None:
     """Start a study: trials by the sampler, stopped by the rule, then the winner in full over the seeds."""
-    from crossfed.platform.federation.final import test_once
-
     base = _base(method, preset, sets, data, domains, seed, out, backend, address, tracking_uri, require_tracking)
+    from crossfed.platform.federation.final import test_once  # after what is wrong has been told: it takes seconds
+
     spaces = importlib.import_module("crossfed.tuning.space")
     name = study or _default_name(base)
     search = _study().checked_search(

@@ -12,10 +12,11 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 
 from crossfed.platform import uris
 from crossfed.platform.data import synthetic
@@ -23,11 +24,8 @@ from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.metrics import metric_name, parse_metric
 from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.method import Checked, Method, MethodConfig
-from crossfed.platform.registry import find_method, method_file, nearest
+from crossfed.platform.registry import config_class, find_method, method_file, nearest
 from crossfed.platform.uris import redact
-
-if TYPE_CHECKING:
-    pass
 
 
 class Settings(Checked):
@@ -310,16 +308,22 @@ class RunConfig(Settings):
         return f"# crossfed run THIS_FILE\n{yaml.safe_dump(self.model_dump(mode='json'), sort_keys=False)}"
 
 
-def _leaves(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """Dotted names of every settable value of a model -> its annotation."""
-    found: dict[str, Any] = {}
+def _leaves(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Dotted names of every settable value of a model -> its field."""
+    found: dict[str, FieldInfo] = {}
     for name, info in model.model_fields.items():
         kind = info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             found |= _leaves(kind, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = kind
+            found[f"{prefix}{name}"] = info
     return found
+
+
+def run_keys() -> dict[str, FieldInfo]:
+    """The keys of a run that `--set` takes besides the method's own, by dotted name."""
+    apart = ("config", "method", "preset", "evaluated")
+    return {key: info for key, info in _leaves(RunConfig).items() if key not in apart}
 
 
 def first_error(error: ValidationError, where: str, model: type[BaseModel]) -> CrossfedError:
@@ -403,6 +407,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return loaded
 
 
+def _shown(method: str) -> str:
+    """A method's name in messages: its own, also where it is brought from outside."""
+    return find_method(method).name if ":" in method else method
+
+
 def build(
     method: str,
     *,
@@ -432,22 +441,25 @@ def build(
             raise CrossfedError(
                 f"{where}: config = {raw['config']!r} is not possible: it maps the method's keys to values."
             )
-    found = find_method(raw["method"])
+    Config, name = config_class(raw["method"]), _shown(raw["method"])
     shipped = method_file(raw["method"])
     preset = preset if preset is not None else raw.get("preset")
     presets = shipped.get("presets", {})
     if preset is not None and preset not in list(presets):  # a list, because YAML may give what cannot be hashed
-        raise CrossfedError(f"{found.name} has no preset {preset!r}{nearest(str(preset), presets)}")
+        raise CrossfedError(f"{name} has no preset {preset!r}{nearest(str(preset), presets)}")
     raw = {**raw, "preset": preset}
     for key, value in (values or {}).items():
         if value is not None:
             _set(raw, key, value)
     own: dict[str, Any] = {**shipped.get("config", {}), **presets.get(preset, {}), **(raw.get("config") or {})}
 
-    own_fields = found.Config.model_fields
-    run_keys = {
-        key: kind for key, kind in _leaves(RunConfig).items() if key not in ("config", "method", "preset", "evaluated")
-    }
+    own_fields = Config.model_fields
+    of_run = run_keys()
+
+    def unknown_key(sentence: str, key: str) -> CrossfedError:
+        everything = f"`crossfed methods {raw['method']} --all` shows all"
+        return CrossfedError(f"{sentence}{nearest_few(key, [*own_fields, *of_run], everything)}")
+
     for text in sets:
         key, equals, value = text.partition("=")
         key = key.strip().removeprefix("config.")
@@ -455,23 +467,23 @@ def build(
             raise CrossfedError(f"--set {text!r} must read key=value; the value null stands for none.")
         if key in own_fields:
             own[key] = value if own_fields[key].annotation is str else parse_value(value)
-        elif key in run_keys:
-            _set(raw, key, value if _accepts(run_keys[key], str) and value != "null" else parse_value(value))
+        elif key in of_run:
+            _set(raw, key, value if _accepts(of_run[key].annotation, str) and value != "null" else parse_value(value))
         else:
-            raise CrossfedError(f"--set: unknown key {key!r}{nearest(key, [*own_fields, *run_keys])}")
+            raise unknown_key(f"--set: unknown key {key!r}", key)
     for key, value in (settings or {}).items():
         if key in own_fields:
             own[key] = value
-        elif key in run_keys:
+        elif key in of_run:
             _set(raw, key, value)
         else:
-            raise CrossfedError(f"unknown key {key!r}{nearest(key, [*own_fields, *run_keys])}")
+            raise unknown_key(f"unknown key {key!r}", key)
     if isinstance(raw.get("out"), str) and uris.is_uri(raw["out"]):
         raw = {key: value for key, value in raw.items() if key != "out"} | {"mirror": raw["out"]}
     try:
-        checked = found.Config.model_validate(own)
+        checked = Config.model_validate(own)
     except ValidationError as error:
-        raise first_error(error, f"{found.name} configuration", found.Config) from None
+        raise first_error(error, f"{name} configuration", Config) from None
     try:
         return RunConfig.model_validate({**raw, "config": checked.model_dump(mode="json")})
     except ValidationError as error:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 from crossfed.platform.errors import CrossfedError
 
@@ -28,7 +28,7 @@ class Cohort:
         n_users: how many users are in it.
         share: their share of all users, in [0, 1].
         means: metric name -> mean over the group's users; empty when it has none.
-        intervals: metric name -> 95 % confidence interval of that mean by Student's t; only with two users or more.
+        intervals: metric name -> 95 % confidence interval of that mean (`wilson`); only with two users or more.
     """
 
     name: str
@@ -68,11 +68,32 @@ def by_activity(
         member = group == number
         count = int(member.sum())
         means = {metric: float(values[member].mean()) for metric, values in per_user.items()} if count else {}
-        intervals = {metric: _interval(values[member]) for metric, values in per_user.items()} if count > 1 else {}
+        intervals = {metric: wilson(values[member]) for metric, values in per_user.items()} if count > 1 else {}
         cohorts.append(Cohort(name, count, count / len(activity) if len(activity) else 0.0, means, intervals))
     return cohorts
 
 
-def _interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
-    half = float(stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
-    return float(values.mean()) - half, float(values.mean()) + half
+def wilson(values: npt.NDArray[np.float64], level: float = 0.95) -> tuple[float, float]:
+    """A confidence interval of the mean of values in [0, 1], which lies in [0, 1] itself.
+
+    Wilson's interval (J. Am. Stat. Assoc. 22, 1927) for a share, of as many users as would give a
+    share of that mean the variance that the values' mean has, as survey statistics does it (Korn
+    and Graubard, Survey Methodology 24, 1998). Of zeros and ones it is Wilson's own; of many values
+    away from 0 and 1 it is the usual one, mean ± 1.96 standard errors.
+
+    Args:
+        values: [n], n ≥ 1.
+
+    Raises:
+        ValueError: the mean is outside [0, 1], as no metric's is.
+    """
+    mean, variance, n = float(values.mean()), float(values.var()), float(len(values))
+    if not 0 <= mean <= 1:
+        raise ValueError(f"a mean in [0, 1] is wanted, got {mean:g}")
+    if variance > 0 < mean * (1 - mean):
+        n *= mean * (1 - mean) / variance
+    z = NormalDist().inv_cdf((1 + level) / 2)
+    centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * (mean * (1 - mean) / n + (z / (2 * n)) ** 2) ** 0.5
+    # rounding must not take the interval out of [0, 1], nor off its own mean
+    return max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half))

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 from crossfed.platform.errors import CrossfedError
 
@@ -62,6 +61,8 @@ def compare(
     Raises:
         CrossfedError: the two were not measured on the same users, or on fewer than two.
     """
+    from scipy import stats  # here, because it takes a second to import and few commands test
+
     order, other_order = np.argsort(users), np.argsort(other_users)
     if not np.array_equal(np.asarray(users)[order], np.asarray(other_users)[other_order]):
         raise CrossfedError("the two results are for different users; compare runs of the same data and protocol")
@@ -93,6 +94,8 @@ def compare(
 
 def _rank_biserial(difference: npt.NDArray[np.float64]) -> float:
     """(W₊ - W₋) / (W₊ + W₋) over the ranks of the absolute differences that are not zero."""
+    from scipy import stats  # as in `compare`
+
     moved = difference[difference != 0]
     ranks = stats.rankdata(np.abs(moved))
     return float((ranks * np.sign(moved)).sum() / ranks.sum())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from crossfed.platform.federation.node import Measured, Node, Nodes, Plan
 from crossfed.platform.method import Interactions
@@ -19,8 +20,8 @@ def _measure(node: Node) -> Measured:
     folder = node.plan.run_dir / "per_user"
     folder.mkdir(exist_ok=True)
     trained = np.diff(train.indptr)[ranking.users]
-    table = pd.DataFrame({"user": ranking.users, "n_train": trained, "n_truth": ranking.n_truth} | ranking.per_user)
-    table.to_parquet(folder / f"{node.name}.test.parquet", index=False)
+    columns = {"user": ranking.users, "n_train": trained, "n_truth": ranking.n_truth}
+    pq.write_table(pa.table(columns | ranking.per_user), folder / f"{node.name}.test.parquet")
     return measured
 
 

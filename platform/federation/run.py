@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
-import pandas as pd
 
 from crossfed.platform import uris
 from crossfed.platform.checkpoint import read_json, write_json, write_text, writing
@@ -37,10 +36,13 @@ from crossfed.platform.federation.node import Artifacts, InProcess, Measured, No
 from crossfed.platform.federation.rounds import HISTORY, LEDGER, Round, Rounds
 from crossfed.platform.federation.runs import CONFIG, DATA, RESULT, TRAINED, stored_config
 from crossfed.platform.method import Direction, Scope
-from crossfed.platform.report.recording import record, told_share, track
+from crossfed.platform.report.recording import record, told_share, track_beside
 from crossfed.platform.tokeniser import tokenise
 from crossfed.platform.tracking.spool import RUN_ID
 from crossfed.platform.tracking.tracker import Status, Tracker
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Finish = Callable[[Plan, Nodes], Mapping[str, Measured]]
 """What runs on the selected state before the nodes end: `evaluation.final.test_once` from the command line."""
@@ -164,21 +166,24 @@ def run_federation(
                 f"In one process resources.{', resources.'.join(idle)} {'does' if len(idle) == 1 else 'do'} nothing."
             )
         mirror = _mirror(config, run_dir, view)
-        tracker = track(config, run_dir, data, domains, resume is not None, view)
+        if config.backend == "ray":
+            pass
+        tracker = track_beside(config, run_dir, data, domains, resume is not None, view)
         try:
             result = _run(plan, data, tracker, view, on_round, finish, artifacts, mirror)
         except BaseException as error:
             blame(error, config.control)
-            tracker.finish(*_ended(error))
+            tracker().finish(*_ended(error))
             raise
-        tracker.finish("FINISHED")
+        tracker().finish("FINISHED")
         if mirror is not None:
             mirror.finish()
         if shown:
             _summary(view, config, result)
             for line in privacy.summary(result["privacy"]):
                 view.note(f"privacy    {line}")
-        view.note(f"tracking   {tracker.status}" + (f": {tracker.url}" if tracker.url else ""))
+        recorded = tracker()
+        view.note(f"tracking   {recorded.status}" + (f": {recorded.url}" if recorded.url else ""))
     return RunResult(result["run_id"], run_dir, result)
 
 
@@ -317,7 +322,7 @@ def _closing(nodes: InProcess) -> Iterator[Nodes]:
 def _run(
     plan: Plan,
     data: PreparedData,
-    tracker: Tracker,
+    tracker: Callable[[], Tracker],
     view: Progress,
     on_round: Callable[[Round], None] | None,
     finish: Finish | None,
@@ -337,7 +342,7 @@ def _run(
         best = (
             {} if row.best is None else {"val_best": row.best}
         )  # what comes first is what MLflow's comparisons show at first
-        tracker.log(best | row.metrics | extra, row.step, row.stage)
+        tracker().log(best | row.metrics | extra, row.step, row.stage)
         if on_round:
             on_round(row)
 
@@ -351,7 +356,7 @@ def _run(
             artifacts = make_artifacts(config, view)
         sids = tokenise.describe(config, artifacts) if tokenise.SIDS in config.resolved.artifacts else None
         if sids:
-            tracker.log(tokenise.metrics(sids), 0)
+            tracker().log(tokenise.metrics(sids), 0)
         encode, lost = time.perf_counter() - before, 0
         while True:
             try:
@@ -385,6 +390,8 @@ def _run(
                 )
                 nodes.stop()
     ended = time.perf_counter()
+    import pandas as pd  # here, because a run that is refused needs none of it
+
     ledger = pd.DataFrame(
         rounds.ledger.rows(),
         columns=["stage", "round", "sender", "receiver", "direction", "key", "shape", "dtype", "bytes"],
@@ -439,7 +446,7 @@ def _run(
     result |= executed
     write_json(plan.run_dir / RESULT, result)
     with writing(plan.run_dir):
-        record(plan, result, rounds.history.rows(), ledger, tracker, view)
+        record(plan, result, rounds.history.rows(), ledger, tracker(), view)
     return result
 
 

@@ -107,8 +107,11 @@ def cohorts(runs: Sequence[Finished], metric: str, bounds: Sequence[int] = BOUND
         axis.set_xticks(
             range(len(names)), [f"{n}\n{r}, {c:,} users" for n, r, c in zip(names, ranges, counts, strict=True)]
         )
-        axis.set_title(domain, fontsize=10.5)
+        axis.set_title(domain, fontsize=12)
         axis.set_ylabel(pretty(metric))
+    top = max(axis.get_ylim()[1] for axis in axes)
+    for axis in axes:
+        axis.set_ylim(0, top)
     below(
         figure,
         [
@@ -136,9 +139,9 @@ def cohorts(runs: Sequence[Finished], metric: str, bounds: Sequence[int] = BOUND
     )  # fmt: skip
 
 
-def error_bars(label: str) -> Line2D:
-    """A legend's entry for error bars."""
-    return Line2D([], [], color="black", lw=1, marker="|", ms=8, ls="", label=label)
+def error_bars(label: str, marker: str = "|") -> Line2D:
+    """A legend's entry for error bars, upright or (marker `_`) lying."""
+    return Line2D([], [], color="black", lw=1, marker=marker, ms=9, mew=1.4, ls="", label=label)
 
 
 # -- differences -------------------------------------------------------------------------------------------------
@@ -203,14 +206,14 @@ def forest(found: Compared, title: str, told: str) -> Figure | None:
         axis.set_yticks([-i for i in range(len(labels))], labels)
         axis.set_ylim(-len(labels) + 0.4, 0.6)
         axis.grid(axis="x", color="#dddddd", lw=0.8)
-        axis.set_title(f"{column[0]}, {pretty(column[1])}", fontsize=10.5)
+        axis.set_title(f"{column[0]}, {pretty(column[1])}", fontsize=12)
         against = own[0].against
         axis.set_xlabel(f"change against {against}, %")
     handles = [
         Line2D([], [], color=c, marker=MARKERS[0], lw=2, label=text)
         for c, text in ((COLOURS[0], "better"), (COLOURS[1], "worse"), (GREY, "the interval holds zero"))
     ]
-    below(figure, [*handles, Line2D([], [], ls="", label="95 % interval over users")])
+    below(figure, [*handles, error_bars("95 % interval over users", "_")])
     return figure
 
 

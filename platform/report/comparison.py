@@ -72,7 +72,16 @@ def comparison(
     if split == "test":
         found = effects(groups, columns, values, base)
     table = _table(runs, groups, columns, values, means, base, found, split)
-    return Compared(table, tuple(grid for grid in (_over_users(found), _over_seeds(found)) if grid.rows), tuple(found))
+    what = _called(groups, base)
+    tests = (_over_users(found, what), _over_seeds(found, what))
+    return Compared(table, tuple(grid for grid in tests if grid.rows), tuple(found))
+
+
+def _called(groups: dict[str, list[Finished]], base: Sequence[str]) -> str:
+    """What the rows are called that others are set against: a method is no baseline of itself."""
+    of = {label: members[0].result["method"] for label, members in groups.items()}
+    others = {method for label, method in of.items() if label not in base}
+    return "reference row" if others & {of[label] for label in base} else "baseline"
 
 
 def _table(
@@ -97,13 +106,13 @@ def _table(
         for column in columns:
             mean, numbers = means[label][column], list(values[label][column].values())
             deviation = statistics.stdev(numbers) if len(numbers) > 1 else None
-            best = label in ranked and mean == top[column][0]
+            best = label in ranked and mean == top[column][0] and len(groups) > 1
             second = label in ranked and len(top[column]) > 1 and mean == top[column][1]
             effect = marks.get((label, *column))
             cells.append(Cell(spread(mean, deviation), best, second, effect.mark if effect else ""))
             records.append(_record(members[0], column, split, mean, deviation, best, seeds) | _tested(effect))
         rows.append(tuple(cells))
-    foot: list[Cell | str] = ["best over baseline", ""]
+    foot: list[Cell | str] = [f"best over {_called(groups, base)}", ""]
     for column in columns:
         own = max((means[label][column] for label in ranked if label not in base), default=math.nan)
         best_base = max(means[label][column] for label in base)
@@ -116,20 +125,26 @@ def _table(
             *(Column(pretty(metric), domain) for domain, metric in columns),
         ),
         rows=tuple(rows),
-        caption=_caption(runs, [domain for domain, _ in columns], split, base, found),
+        caption=_caption(runs, groups, [domain for domain, _ in columns], split, base, found),
         records=tuple(records),
         foot=(tuple(foot),) if len(groups) > len(base) else (),
     )
 
 
 def _caption(
-    runs: Sequence[Finished], domains: Sequence[str], split: Split, base: Sequence[str], found: Sequence[Effect]
+    runs: Sequence[Finished],
+    groups: dict[str, list[Finished]],
+    domains: Sequence[str],
+    split: Split,
+    base: Sequence[str],
+    found: Sequence[Effect],
 ) -> str:
     result = runs[0].result
     kind = "synthetic data" if result["data"].get("synthetic") else "data"
     among = ", ".join(f"{name} {candidates(result, name, split)}" for name in dict.fromkeys(domains))
     told = [
-        f"{split.capitalize()} metrics, mean ± standard deviation over seeds; best in bold, second underlined. "
+        f"{split.capitalize()} metrics, mean ± standard deviation over seeds"
+        f"{'; best in bold, second underlined' if len(groups) > 1 else ''}. "
         f"{kind.capitalize()} {result['data']['name']} ({result['data_fingerprint'][:12]}), protocol {told_protocol(result)}, "
         f"split seed {result.get('split_seed', 'unknown')}; candidates {among}."
     ]
@@ -137,8 +152,8 @@ def _caption(
         told.append("Rows that are not private saw all domains' interactions together and are not ranked.")
     if found:
         told.append(
-            f"Better than the best baseline ({', '.join(base)}), p < {LEVEL:g} after Holm: {OVER_USERS} over users (paired t and "
-            f"Wilcoxon, both), {OVER_SEEDS} over seeds (paired t)."
+            f"Better than the best {_called(groups, base)} ({', '.join(base)}), p < {LEVEL:g} after Holm: "
+            f"{OVER_USERS} over users (paired t and Wilcoxon, both), {OVER_SEEDS} over seeds (paired t)."
         )
     return " ".join(told)
 
@@ -196,7 +211,7 @@ def _tested(effect: Effect | None) -> dict[str, Any]:
     }
 
 
-def _over_users(found: Sequence[Effect]) -> Grid:
+def _over_users(found: Sequence[Effect], what: str) -> Grid:
     rows = [
         (
             *_difference(effect), _interval(users), _p(effect.users_p), f"{users.d:+.3f}", f"{users.rank_biserial:+.3f}",
@@ -217,7 +232,7 @@ def _over_users(found: Sequence[Effect]) -> Grid:
         ),
         rows=tuple(rows),
         caption=(
-            "Method less the best baseline of each column, test split, user by user; values averaged over each row's seeds. 95 % "
+            f"Method less the best {what} of each column, test split, user by user; values averaged over each row's seeds. 95 % "
             "interval of the mean difference by Student's t; p is the larger of those of the paired t-test and of Wilcoxon's "
             "signed-rank test, each adjusted by Holm's method over this table; Cohen's d is mean by standard deviation of the "
             "differences."
@@ -226,7 +241,7 @@ def _over_users(found: Sequence[Effect]) -> Grid:
     )
 
 
-def _over_seeds(found: Sequence[Effect]) -> Grid:
+def _over_seeds(found: Sequence[Effect], what: str) -> Grid:
     rows = [
         (*_difference(_paired(effect, seeds)), _interval(seeds), _p(effect.seeds_p), f"{seeds.d:+.2f}", str(seeds.n))
         for effect in found
@@ -237,7 +252,7 @@ def _over_seeds(found: Sequence[Effect]) -> Grid:
         columns=(*_COMPARED, Column("95 % interval"), Column("p"), Column("Cohen's d"), Column("seeds")),
         rows=tuple(rows),
         caption=(
-            "Method less the best baseline of each column, test split, seed by seed on the seeds of both. 95 % interval by "
+            f"Method less the best {what} of each column, test split, seed by seed on the seeds of both. 95 % interval by "
             "Student's t; p of the paired t-test, adjusted by Holm's method over this table."
         ),
         records=_records(found),

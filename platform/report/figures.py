@@ -30,6 +30,8 @@ History = Sequence[Mapping[str, Any]]
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "os^Dv<>PX*"
 GREY = "#666666"
+TYPE = 11
+"""Points of what is written in a figure; a page shows the widest ones at half their size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +339,7 @@ def panels(
     head = 0.7 + 0.17 * about.count("\n")
     tall = 0.6 + head + (height if rows == 1 else each * rows)
     figure = Figure(figsize=(width, tall), dpi=110, layout="constrained")
-    figure.text(0.1 / width, 1 - 0.12 / tall, title, fontsize=14, fontweight="bold", va="top")
+    figure.text(0.1 / width, 1 - 0.12 / tall, title, fontsize=15, fontweight="bold", va="top")
     figure.text(0.1 / width, 1 - 0.44 / tall, about, fontsize=9.5, color=GREY, va="top")
     engine = figure.get_layout_engine()
     assert engine is not None
@@ -349,6 +351,9 @@ def panels(
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(axis="y", color="#dddddd", lw=0.8)
         axis.set_axisbelow(True)
+        axis.tick_params(labelsize=TYPE)
+        axis.xaxis.label.set_size(TYPE + 1)
+        axis.yaxis.label.set_size(TYPE + 1)
     return figure, axes[:count]
 
 
@@ -412,6 +417,6 @@ def _legend(
 def below(figure: Figure, handles: Sequence[Artist]) -> None:
     """A legend under the panels, in as many columns as its texts leave room for."""
     longest = max((len(str(handle.get_label())) for handle in handles), default=1)
-    room = figure.get_figwidth() * 14  # characters of its font
+    room = figure.get_figwidth() * 12  # characters of its font
     columns = max(1, min(len(handles), int(room / (longest + 6)), 4))
-    figure.legend(handles=list(handles), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    figure.legend(handles=list(handles), loc="outside lower center", ncols=columns, frameon=False, fontsize=TYPE)

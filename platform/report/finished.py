@@ -19,7 +19,7 @@ from crossfed.platform import uris
 from crossfed.platform.checkpoint import read_json
 from crossfed.platform.config.settings import RunConfig, TrackingSettings
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.federation.runs import RESULT, find_run
+from crossfed.platform.federation.runs import CONFIG, RESULT, find_run
 from crossfed.platform.registry import find_method
 from crossfed.platform.tracking import tracker
 from crossfed.platform.tracking.spool import RUN_ID
@@ -84,8 +84,8 @@ def gather(names: Sequence[str], out: Path, uri: str | None = None) -> Iterator[
     """Finished runs by name, each once, in the order given.
 
     Args:
-        names: a run's directory or its id below `out`, a study's folder or its name below `out` (its final runs), or `mlflow:`
-            and a filter.
+        names: a run's directory or its id below `out`, a study's folder or its name below `out` (its final runs), a
+            folder of run directories (those that have finished), or `mlflow:` and a filter.
         uri: the store that filters are searched in; by default the one beside the runs in `out`.
 
     Raises:
@@ -99,10 +99,39 @@ def gather(names: Sequence[str], out: Path, uri: str | None = None) -> Iterator[
                 found += search(name.removeprefix(QUERY), out, uri, Path(copies))
             elif (study := study_folder(name, out)) is not None:
                 found += [(path, f"{study.name}/{path.name}", study.name) for path in final_runs(study)]
+            elif folder := runs_in(name, out):
+                found += [(path, path.name, "") for path in folder]
             else:
                 path = find_run(name, out)
                 found.append((path, path.name, ""))
         yield load(found)
+
+
+_SAME = ("method", "config_hash", "seed", "data_fingerprint", "protocol")
+"""What two runs agree in that are the same run made twice."""
+
+
+def runs_in(name: str, out: Path) -> list[Path]:
+    """The finished runs in a folder of runs given by path or by its name below `out`; none where it is no such folder.
+
+    Of runs of one configuration with one seed on the same data it is the latest.
+
+    Raises:
+        CrossfedError: it holds runs, but none that has finished.
+    """
+    for folder in (Path(name), out / name):
+        if folder.is_dir() and not (folder / CONFIG).is_file():
+            runs = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+            finished = [path for path in runs if (path / RESULT).is_file()]
+            if runs and not finished:
+                raise CrossfedError(f"None of the {len(runs)} runs in {folder} has finished.")
+            latest: dict[tuple[Any, ...], Path] = {}
+            for path in sorted(finished, key=lambda path: (path / RESULT).stat().st_mtime):
+                result = read_result(path / RESULT)
+                latest[tuple(result.get(key) for key in _SAME)] = path
+            if runs:
+                return sorted(latest.values())
+    return []
 
 
 def load_runs(paths: Sequence[Path]) -> list[Finished]:

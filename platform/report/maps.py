@@ -81,7 +81,7 @@ def item_map(
             axis.spines[:].set_visible(False)
             axis.set_xticks([])
             axis.set_yticks([])
-            axis.set_title(f"{name}: {part}" if len(names) > 1 else part, fontsize=10.5)
+            axis.set_title(f"{name}: {part}" if len(names) > 1 else part, fontsize=12)
     handles = [
         Line2D([], [], ls="", marker=MARKERS[i], color=style[d][0],
                label=f"{d} ({min(per_domain, len(vectors[names[0]][d])):,} of {len(vectors[names[0]][d]):,} items)")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from crossfed.platform.config.settings import RunConfig
 from crossfed.platform.console import Progress
@@ -13,11 +14,12 @@ from crossfed.platform.data.store import PreparedData
 from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.federation.node import Plan
 from crossfed.platform.federation.runs import CONFIG, DATA, RESULT
-from crossfed.platform.report import figures
-from crossfed.platform.report.automatic import run_analyses
 from crossfed.platform.tokeniser import tokenise
-from crossfed.platform.tracking.spool import RUN_ID
-from crossfed.platform.tracking.tracker import DatasetInput, Tracker
+from crossfed.platform.tracking.spool import RUN_ID, State
+from crossfed.platform.tracking.tracker import DatasetInput, Tracker, resolve_uri
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def told_share(share: float) -> str:
@@ -80,6 +82,37 @@ def track(
     )
 
 
+def track_beside(
+    config: RunConfig, run_dir: Path, data: PreparedData, domains: tuple[str, ...], resumed: bool, view: Progress
+) -> Callable[[], Tracker]:
+    """`track` in a thread, because MLflow takes seconds to import and to make its database.
+
+    What a user can have got wrong is told at once, as is a store that is away with
+    `tracking.require`; a store that is away otherwise is warned of from the thread.
+
+    Returns:
+        Gives the tracker, and waits for it where it must.
+
+    Raises:
+        CrossfedError: as `track`.
+    """
+    opened = Future[Tracker]()
+
+    def work() -> None:
+        try:
+            opened.set_result(track(config, run_dir, data, domains, resumed, view))
+        except BaseException as error:  # raised where the tracker is asked for
+            opened.set_exception(error)
+
+    if config.tracking.enabled:
+        resolve_uri(config.tracking, run_dir.parent)
+        State.read(run_dir)
+    threading.Thread(target=work, name="tracking", daemon=True).start()
+    if config.tracking.require or not config.tracking.enabled:
+        opened.result()
+    return opened.result
+
+
 def record(
     plan: Plan,
     result: dict[str, Any],
@@ -117,6 +150,9 @@ def record(
         tracker.artifact(run_dir / file)
     if (run_dir / "per_user").is_dir():
         tracker.artifact(run_dir / "per_user", "per_user")
+    from crossfed.platform.report import figures  # here, because it takes seconds to import
+    from crossfed.platform.report.automatic import run_analyses
+
     drawn = figures.run_figures(history, result) | figures.model_figures(run_dir / "model", plan.domains, result)
     drawn |= run_analyses(run_dir) if history else {}
     for name, figure in drawn.items():

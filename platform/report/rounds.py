@@ -296,7 +296,7 @@ def weights(run: Finished) -> Analysis:
         axis.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
         axis.set_xlabel("round, over all stages")
         axis.set_ylabel("sender")
-        axis.set_title(f"received by {receiver}", fontsize=10.5)
+        axis.set_title(f"received by {receiver}", fontsize=12)
     last = np.array([[table[receiver, sender][-1][1] for sender in domains] for receiver in domains])
     heat = _heat(axes[-1], last, (-0.5, len(domains) - 0.5, len(domains) - 0.5, -0.5))
     for (i, j), value in np.ndenumerate(last):
@@ -307,7 +307,7 @@ def weights(run: Finished) -> Analysis:
     axes[-1].set_xticks(range(len(domains)), domains, rotation=30 if sum(map(len, domains)) > 20 else 0)
     axes[-1].set_ylabel("receiver")
     axes[-1].set_xlabel("sender")
-    axes[-1].set_title(f"after round {steps[-1]}", fontsize=10.5)
+    axes[-1].set_title(f"after round {steps[-1]}", fontsize=12)
     figure.colorbar(heat, ax=axes, label="weight", shrink=0.8)
     records = [
         {"round": step, "receiver": receiver, "sender": sender, "weight": value}

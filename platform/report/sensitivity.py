@@ -68,7 +68,7 @@ def sensitivity(
             ]  # fmt: skip
         scale.dress(axis)
         no_closer(axis)
-        axis.set_title(domain, fontsize=10.5)
+        axis.set_title(domain, fontsize=12)
         axis.set_xlabel(named or key)
         axis.set_ylabel(pretty(metric))
     below(figure, _line_handles(style, {label: len(points) > 1 or every for label, points in lines.items()}))
@@ -208,7 +208,7 @@ def utility(runs: Sequence[Finished], metric: str, counting: str = "whole", spli
         reached = [float(record[key]) for record in noisy if record["domain"] == domain]
         if max(reached) >= 20 * min(reached):
             axis.set_xscale("log")
-        axis.set_title(domain, fontsize=10.5)
+        axis.set_title(domain, fontsize=12)
         no_closer(axis)
         axis.set_xlabel(f"ε of the whole run ({_COUNTED[counting]})")
         axis.set_ylabel(pretty(metric))

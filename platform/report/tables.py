@@ -11,7 +11,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 ABSENT = "–"
 """What stands where there is no value."""
@@ -76,6 +79,55 @@ class Grid:
                 [_emphasised(cell, _plain(cell.text), "**", "**", "<ins>", "</ins>") for cell in self.cells(row)]
             )
         return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{_plain(self.caption)}\n"
+
+    def terminal(self, width: int) -> RenderableType:
+        """For a terminal: the best in bold, the second underlined, the caption below.
+
+        Columns of numbers that a narrow terminal has no room for stand in further tables below.
+
+        Args:
+            width: of the terminal, in characters.
+        """
+        from rich.cells import cell_len
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        body = [self.cells(row) for row in (*self.rows, *self.foot)]
+        heads = [f"{column.group}\n{column.name}" if self.groups() else column.name for column in self.columns]
+        widths = [
+            max(
+                cell_len(line)
+                for text in (head, *(row[i].text + row[i].mark for row in body))
+                for line in text.split("\n")
+            )
+            for i, head in enumerate(heads)
+        ]
+        named = [i for i, column in enumerate(self.columns) if not column.right]
+        words = min(sum(widths[i] + 3 for i in named), max(width // 2, 18 * len(named)))
+        parts: list[list[int]] = [[]]
+        left = width - words - 1
+        for i in (i for i, column in enumerate(self.columns) if column.right):
+            if parts[-1] and left < widths[i] + 3:
+                parts.append([])
+                left = width - words - 1
+            parts[-1].append(i)
+            left -= widths[i] + 3
+        tables: list[RenderableType] = []
+        for number, part in enumerate(parts):
+            title = f"{self.title}{f', {number + 1} of {len(parts)}' if len(parts) > 1 else ''}"
+            table = Table(title=title, title_justify="left", title_style="bold")
+            shown = sorted({*named, *part})
+            for i in shown:
+                right = self.columns[i].right
+                table.add_column(Text(heads[i]), justify="right" if right else "left", no_wrap=right, overflow="fold")
+            for place, row in enumerate(body):
+                if place == len(self.rows):
+                    table.add_section()
+                styles = ["bold" if cell.best else "underline" if cell.second else "" for cell in row]
+                table.add_row(*(Text(row[i].text, styles[i]) + Text(row[i].mark) for i in shown))
+            tables.append(table)
+        return Group(*tables, Text(self.caption, "dim"), "")
 
     def latex(self) -> str:
         r"""A table environment; needs `\usepackage{booktabs}`, and graphicx where it is scaled."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.metrics import metric_name
@@ -122,6 +121,8 @@ def _share_interval(
     Args:
         kept: control less local, per user. gained: honest less local, for the same users in the same order.
     """
+
+    from scipy import stats  # here, because it takes a second to import
 
     def share(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64], axis: int) -> npt.NDArray[np.float64]:
         gain = b.mean(axis=axis)

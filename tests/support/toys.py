@@ -5,6 +5,7 @@ Every domain's state is one vector. Its start is the domain's mean item number, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -321,3 +322,8 @@ def _trap(config: Config, ctx: Context) -> Toy:
 
 
 TRAPPED = replace(AVERAGE, name="trapped", init_domain=_trap)
+
+
+def modules(node: Any) -> set[str]:
+    """Names of the modules that a node's process has imported."""
+    return set(sys.modules)

@@ -30,7 +30,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, ScalarFormatter
 
 from crossfed.platform.console import size
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.report.figures import COLOURS, GREY, MARKERS, panels, pretty, save
+from crossfed.platform.report.figures import COLOURS, GREY, MARKERS, below, panels, pretty, save
 from crossfed.tuning.report.facts import Status, StudyFacts, TrialFacts, importance, many, setting, short, wrapped
 
 _MARK: dict[Status, dict[str, Any]] = {
@@ -107,11 +107,12 @@ class Scale:
 
     @classmethod
     def of_objective(cls, facts: StudyFacts, index: int) -> Self:
-        """For an objective; by logarithm where it spans more than a factor of 100."""
+        """For an objective; by logarithm where it spans more than a factor of 100, and always for ε."""
         values = [trial.value(index) for trial in facts.scored("finished", "pruned")]
         finite = [value for value in values if math.isfinite(value)]
-        log = bool(finite) and min(finite) > 0 and max(finite) > 100 * min(finite)
         objective = facts.objectives[index]
+        wide = bool(finite) and max(finite) > 100 * min(finite)
+        log = bool(finite) and min(finite) > 0 and (wide or objective == "epsilon")
         return cls(values, log=log, text=size if objective == "bytes" else setting)
 
     def _flat(self, value: float) -> float:
@@ -207,8 +208,7 @@ def _legend(figure: Figure, facts: StudyFacts, more: Sequence[Line2D] = (), lost
 
 def _below(figure: Figure, handles: Sequence[Any]) -> None:
     if handles:
-        columns = len(handles) if len(handles) < 5 else math.ceil(len(handles) / 2)
-        figure.legend(handles=list(handles), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+        below(figure, handles)
 
 
 def _figure(
@@ -455,6 +455,10 @@ def pareto_front(study: optuna.Study) -> Figure | None:
         held = [at[trial.number] for trial in front]
         ring: dict[str, Any] = {"marker": "o", "ms": 11, "color": "none", "mec": COLOURS[2], "mew": 1.8}
         axis.plot([p for p, _ in held], [q for _, q in held], ls="", gid="front", zorder=4, **ring)
+        for trial in front:
+            axis.annotate(
+                str(trial.number), at[trial.number], xytext=(7, 7), textcoords="offset points", fontsize=10, zorder=6
+            )
         if count == 2 and held:
             steps = _staircase(held, facts.signs, axis.get_xlim(), axis.get_ylim())
             axis.plot([p for p, _ in steps], [q for _, q in steps], color=COLOURS[2], lw=1.5, zorder=1, gid="staircase")
@@ -463,7 +467,7 @@ def pareto_front(study: optuna.Study) -> Figure | None:
         axis.set_ylabel(f"{facts.label(facts.objectives[y])}\n({_BETTER[facts.signs[y]]} is better)")
     ring_handle = Line2D(
         [], [], ls="-" if count == 2 else "", lw=1.5, color=COLOURS[2], marker="o", ms=10, mfc="none", mew=1.8,
-        label="Pareto front (finished trials)",
+        label="Pareto front, with trial numbers",
     )  # fmt: skip
     _legend(figure, facts, [ring_handle] if front else [])
     return figure
@@ -537,14 +541,19 @@ def sensitivity(study: optuna.Study, param: str) -> Figure | None:
             axis.set_xticks([place for place, _ in scale.ticks()], names)
         if facts.paper is not None and param in facts.paper.params:
             _mark_paper(axis, facts.paper, scale, param, domain)
-        axis.set_title(domain, fontsize=10.5)
+        axis.set_title(domain, fontsize=12)
         axis.set_xlabel(wrapped(param, 40))
         axis.set_ylabel(pretty(facts.metric))
+    handles = [
+        Line2D([], [], color=GREY, marker="o", ms=6, lw=1.6, label="mean ± 1 standard deviation"),
+        Line2D([], [], ls="", marker="o", ms=4, color=GREY, alpha=0.5, mew=0, label="one trial"),
+    ]
     if facts.paper is not None and param in facts.paper.params:
         told = f"the paper's value: {setting(facts.paper.params[param])}"
         star = {key: value for key, value in _STAR.items() if key != "color"} | {"mfc": _STAR["color"]}
         star = star if facts.paper in trials else {}  # only the line is drawn for a trial that did not finish
-        _below(figure, [Line2D([], [], color=COLOURS[3], ls="--", lw=1.2, label=told, **star)])
+        handles.append(Line2D([], [], color=COLOURS[3], ls="--", lw=1.2, label=told, **star))
+    _below(figure, handles)
     return figure
 
 

@@ -5,6 +5,8 @@ import pytest
 import torch
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import LGConv
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+from torch_geometric.utils import coalesce, to_undirected
 
 from crossfed.methods.parts.graph import (
     Pattern,
@@ -56,6 +58,24 @@ def test_bipartite_keeps_the_square_roots_of_the_degrees(pairs):
     degree = (adj.to_dense() > 0).sum(1).float().sqrt()
     torch.testing.assert_close(adj @ degree[:, None], degree[:, None])
     assert torch.linalg.eigvalsh(adj.to_dense()).abs().max() <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("edges", [0, 5, 400])
+def test_both_adjacencies_are_bit_for_bit_those_of_torch_geometric(edges):
+    """The oracle: torch-geometric's coalesce, to_undirected and gcn_norm, which training does not import."""
+    draw = torch.Generator().manual_seed(edges)
+    users, items = (torch.randint(0, size, (edges,), generator=draw) for size in (30, 20))
+    weights = torch.rand(edges, generator=draw)
+    twice = to_undirected(coalesce(torch.stack([users, items + 30]), num_nodes=50), num_nodes=50)
+    weighted = to_undirected(torch.stack([users, items]), weights, num_nodes=30, reduce="max")
+    for adj, (of, weight), n in (
+        (bipartite_adjacency(30, 20, users, items), (twice, torch.ones(twice.shape[1])), 50),
+        (symmetric_adjacency(30, users, items, weights), weighted, 30),
+    ):
+        expected_edges, expected = gcn_norm(of, weight, n, add_self_loops=False)
+        assert torch.equal(adj.values(), expected)
+        assert torch.equal(adj.col_indices().long(), expected_edges[1])
+        assert torch.equal(adj.crow_indices().long().diff(), torch.bincount(expected_edges[0], minlength=n))
 
 
 @pytest.mark.parametrize(("users", "items"), [([0, 3], [0, 0]), ([0], [-1]), ([0, 1], [0]), ([[0]], [[0]])])

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
+from statsmodels.stats.proportion import proportion_confint
 from statsmodels.stats.weightstats import DescrStatsW
 
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.evaluation.cohorts import by_activity
+from crossfed.platform.evaluation.cohorts import by_activity, wilson
 
 
 def test_bounds_of_the_paper():
@@ -15,11 +16,34 @@ def test_bounds_of_the_paper():
     assert [cohort.share for cohort in cohorts] == pytest.approx([1 / 3] * 3)
 
 
-def test_intervals_agree_with_statsmodels():
+@pytest.mark.parametrize(("hits", "n"), [(0, 12), (1, 12), (7, 12), (12, 12), (3, 400)])
+def test_intervals_of_hits_are_wilsons(hits, n):
+    """The oracle: statsmodels' Wilson interval of a share."""
+    values = np.r_[np.ones(hits), np.zeros(n - hits)]
+    assert wilson(values) == pytest.approx(proportion_confint(hits, n, 0.05, "wilson"), abs=1e-12)
+
+
+def test_intervals_of_many_values_are_the_usual_ones():
+    values = np.random.default_rng(0).random(4000) ** 2
+    assert wilson(values) == pytest.approx(DescrStatsW(values).zconfint_mean(0.05), rel=1e-3)
+
+
+def test_intervals_never_leave_what_a_metric_can_be():
+    """One user of forty has a little: mean ± 1.96 standard errors begins below 0."""
+    values = np.r_[np.zeros(39), 0.3]
+    low, high = wilson(values)
+    assert DescrStatsW(values).tconfint_mean(0.05)[0] < 0 < low < values.mean() < high < 0.1
+    assert 0.9 < wilson(1 - values)[0] < wilson(1 - values)[1] < 1
+    assert wilson(np.zeros(5))[0] == 0 and wilson(np.full(3, 0.1))[0] > 0
+    with pytest.raises(ValueError, match=r"\[0, 1\]"):
+        wilson(np.array([1.0, 1.5]))
+
+
+def test_one_user_has_no_interval():
     values = np.random.default_rng(0).random(30)
     cold, warm, active = by_activity({"mrr_at_5": values}, np.r_[np.full(20, 3), np.full(9, 9), 20])
-    assert cold.intervals["mrr_at_5"] == pytest.approx(DescrStatsW(values[:20]).tconfint_mean(0.05))
-    assert warm.intervals["mrr_at_5"] == pytest.approx(DescrStatsW(values[20:29]).tconfint_mean(0.05))
+    assert cold.intervals["mrr_at_5"] == wilson(values[:20])
+    assert warm.intervals["mrr_at_5"] == wilson(values[20:29])
     assert active.intervals == {}  # one user has no spread
 
 

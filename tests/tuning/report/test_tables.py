@@ -407,7 +407,8 @@ def test_optimisation_history() -> None:
 def test_the_best_so_far_falls_where_less_is_better() -> None:
     rows = [("finished", 0.1, 4.0), ("finished", 0.1, 6.0), ("pruned", 0.1, 1.0), ("finished", 0.1, 2.0)]
     axis = optimisation_history(two(rows)).axes[1]
-    assert lines(axis, "best") == [(0, 4.0), (1, 4.0), (3, 2.0), (3.5, 2.0)]
+    four, two_ = math.log10(4), math.log10(2)  # ε stands by its logarithm
+    assert lines(axis, "best") == [(0, four), (1, four), (3, two_), (3.5, two_)]
     assert axis.get_ylabel() == "privacy budget ε"
 
 
@@ -467,16 +468,28 @@ def test_the_pareto_front_of_two_objectives() -> None:
     figure = pareto_front(two(FRONT))
     assert figure is not None
     [axis] = figure.axes
-    assert sorted(lines(axis, "front")) == [(0.1, 1.0), (0.3, 4.0), (0.4, 8.0)]
-    assert lines(axis, "pruned") == [(0.9, 0.5)]
+    one, four, eight, half = (math.log10(epsilon) for epsilon in (1, 4, 8, 0.5))
+    assert sorted(lines(axis, "front")) == [(0.1, one), (0.3, four), (0.4, eight)]
+    assert lines(axis, "pruned") == [(0.9, half)]
     (left, _), (_, top) = axis.get_xlim(), axis.get_ylim()
     # what a point dominates lies left of and above it: the border runs along from the left, up at each point, to the top
     assert lines(axis, "staircase") == [
-        (left, 1.0), (0.1, 1.0), (0.1, 4.0), (0.3, 4.0), (0.3, 8.0), (0.4, 8.0), (0.4, top)
+        (left, one), (0.1, one), (0.1, four), (0.3, four), (0.3, eight), (0.4, eight), (0.4, top)
     ]  # fmt: skip
     assert axis.get_xlabel() == "Recall@20 (higher is better)"
     assert axis.get_ylabel() == "privacy budget ε\n(lower is better)"
     assert "3 finished trials on the front" in texts(figure)
+    assert {text.get_text(): text.xy for text in axis.texts} == dict(
+        zip(("0", "1", "4"), sorted(lines(axis, "front")), strict=True)
+    ), "every trial of the front has its number"
+
+
+def test_epsilon_stands_by_its_logarithm_also_over_a_small_range() -> None:
+    """1, 4 and 8: the step from 1 to 4 is twice as long as that from 4 to 8."""
+    scale = Scale.of_objective(StudyFacts.of(two(FRONT)), 1)
+    assert scale.log
+    assert scale.place(4.0) - scale.place(1.0) == pytest.approx(2 * (scale.place(8.0) - scale.place(4.0)))
+    assert not Scale.of_objective(StudyFacts.of(two(FRONT)), 0).log
 
 
 def test_two_objectives_that_are_both_maximised() -> None:
@@ -525,6 +538,8 @@ def test_sensitivity_is_the_mean_over_finished_trials_per_domain() -> None:
     assert list(second.containers[0].lines[0].get_ydata()) == pytest.approx([0.21, 0.4])
     assert {x for x, _ in lines(first, "paper value")} == {0.0} and lines(first, "paper") == [(0.0, 0.08)]
     assert "the paper's value: 1" in texts(figure)
+    for handle in figure.legends[0].legend_handles:
+        assert handle.get_marker() not in ("", "None", None), "every entry of the legend has its mark"
 
 
 def test_sensitivity_to_a_continuous_parameter_gathers_neighbours() -> None:
