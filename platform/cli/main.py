@@ -22,6 +22,7 @@ from crossfed.platform.cli.audit import audit
 from crossfed.platform.cli.cluster import cluster_app, doctor, submit
 from crossfed.platform.cli.evaluate import evaluate
 from crossfed.platform.cli.recommend import recommend
+from crossfed.platform.cli.serve import serve
 from crossfed.platform.cli.tune import tune_all, tune_app
 from crossfed.platform.method import CrossfedError, Release, Scope
 
@@ -49,6 +50,7 @@ app.command("compare")(report.compare)
 app.command("report")(report.report)
 app.command("figures")(report.figures)
 app.command("recommend")(recommend)
+app.command("serve")(serve)
 
 Out = Annotated[Path, typer.Option(help="Folder of run directories.", show_default=True)]
 RUNS = Path("runs")
