@@ -357,6 +357,7 @@ def ui(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port on the loopback interface.")] = 5000,
 ) -> None:
     """Open the MLflow UI on the runs' store, on the loopback interface only."""
+    from crossfed.platform.tracking import ui as mlflow_ui
     from crossfed.platform.tracking.tracker import TrackingSettings, resolve_uri
 
     store = resolve_uri(TrackingSettings(uri=uri), out)
@@ -367,11 +368,12 @@ def ui(
         raise CrossfedError(
             f"There is no tracking database {database}; start a run first, or name the folder with --out."
         )
-    typer.echo(f"MLflow UI on http://127.0.0.1:{port} (Ctrl-C ends it)")
-    artifacts = (database.parent / "mlartifacts").absolute()
-    server = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    os.execv(sys.executable, [*server, "--backend-store-uri", store, "--default-artifact-root", artifacts.as_uri()])
+    address = f"http://127.0.0.1:{port}"
+    pages = mlflow_ui.links(store, address)
+    for name, link in pages.items():
+        typer.echo(f"{name}: {link}")
+    typer.echo(f"MLflow UI on {address}, in some seconds (Ctrl-C ends it)")
+    mlflow_ui.serve(store, (database.parent / "mlartifacts").absolute(), port)
 
 
 @app.command()

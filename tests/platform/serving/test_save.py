@@ -55,7 +55,7 @@ def uris(run_dir: Path, store: MlflowClient) -> dict[str, str]:
     for output in store.get_run(run_id).outputs.model_outputs:
         model = store.get_logged_model(output.model_id)
         assert (model.status, model.source_run_id) == ("READY", run_id)
-        found[model.name.removeprefix("recommender-")] = model.artifact_location
+        found[model.name.removeprefix("lightgcn-shops-")] = model.artifact_location
     return found
 
 
