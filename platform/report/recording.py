@@ -74,8 +74,6 @@ def track(
         _params(config, data.path.name),
         {
             "method": config.method,
-            "seed": str(config.seed),
-            "protocol": config.evaluation.protocol,
             "data": data.path.name,
         }
         | config.tracking.tags,

@@ -1,16 +1,16 @@
 """The metrics that MLflow shows of a run or a study: chosen, named and read here, and nowhere else.
 
-MLflow draws a chart for every name and sorts its groups (what stands before the last `/`) by the alphabet, names without one
-first. So what a run is judged by has a short name without a group, the same by domain follows, and losses come last:
+MLflow draws a chart for every name and sorts its groups (what stands before the last `/`) by the alphabet, names without a
+group towards the end. So what a run is judged by is the group `all`, the same by domain follows, and losses come last:
 
-    best_M, stage, test_M, val_M       means over domains, M being the selecting metric and one companion
+    all/best_M, …/test_M, …/val_M      means over domains, M being the selecting metric and one companion
     domain/DOMAIN/test_M, …/val_M      the same of one domain
     privacy/epsilon_COUNTING           the most that any sender has spent
     time/…, traffic/…                  seconds of a round, bytes that domains sent and received in it
     train/NODE/loss…                   what a method minimises
 
-`best_M` is the validation mean of the state that is selected: in a round, of the one that would be selected if the stage ended
-there, so it starts anew with every stage (`stage` counts them). All other values are in `history.jsonl` and `result.json`.
+`all/best_M` is the validation mean of the state that is selected: in a round, of the one that would be selected if the stage
+ended there, so it starts anew with every stage (`all/stage` counts them). All else is in `history.jsonl` and `result.json`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-STAGE = "stage"
+STAGE = "all/stage"
 _COMPANIONS = ("ndcg", "recall", "hit_rate", "mrr")
 
 
@@ -40,7 +40,7 @@ class Name:
 
     def __str__(self) -> str:
         last = f"{self.split}_{self.metric}"
-        return last if self.domain is None else f"domain/{self.domain}/{last}"
+        return f"all/{last}" if self.domain is None else f"domain/{self.domain}/{last}"
 
 
 def parse(name: str) -> Name | None:
@@ -55,7 +55,7 @@ def parse(name: str) -> Name | None:
     split, _, metric = parts[-1].partition("_")
     if split not in ("best", "test", "val") or "_at_" not in metric:
         return None
-    if len(parts) == 1:
+    if len(parts) == 2 and parts[0] == "all":
         return Name(split, metric)
     return Name(split, metric, "/".join(parts[1:-1])) if len(parts) > 2 and parts[0] == "domain" else None
 
@@ -77,19 +77,22 @@ def of_round(
         domains: of the run. selects: whether the stage keeps its best round; else the last one counts.
     """
     metrics, names = row["metrics"], list(domains)
-    told: dict[str, float] = {STAGE: float(stage)}
+    told: dict[str, float] = {}
     read = {key: name for key in metrics if (name := parse(key)) is not None}
     for metric in shown(select, {name.metric for name in read.values()}):
         values = {name.domain: metrics[key] for key, name in read.items() if name.metric == metric}
         mean = values.pop(None, None)
         if mean is None and all(domain in values for domain in names):
             mean = statistics.fmean(values[domain] for domain in names)
-        told |= {str(Name("val", metric, domain)): value for domain, value in values.items()}
         if mean is not None:
             told[str(Name("val", metric))] = mean
+        told |= {str(Name("val", metric, domain)): value for domain, value in values.items()}
     best = row["best"] if selects else told.get(str(Name("val", select)))
     if best is not None:
-        told[str(Name("best", select))] = best
+        told = {
+            str(Name("best", select)): best
+        } | told  # MLflow's list of a run's metrics is in the order of their coming
+    told[STAGE] = float(stage)
     for key, value in metrics.items():
         group, _, rest = key.partition("/")
         if group == "train" and rest.rpartition("/")[2].startswith("loss"):
@@ -107,9 +110,9 @@ def of_result(result: Mapping[str, Any], select: str) -> dict[str, float]:
     measured = {name: row["test"] for name, row in rows.items() if row.get("test")}
     for metric in shown(select, next(iter(measured.values()), {})):
         values = {name: row[metric] for name, row in measured.items() if metric in row}
-        told |= {str(Name("test", metric, name)): value for name, value in values.items()}
         if len(values) == len(rows):
             told[str(Name("test", metric))] = statistics.fmean(values.values())
+        told |= {str(Name("test", metric, name)): value for name, value in values.items()}
     for row in result["privacy"]["domains"].values():
         for key, value in row.items():
             if key.startswith("epsilon_") and value is not None:
@@ -126,10 +129,9 @@ def of_study(summary: Mapping[str, Any]) -> dict[str, float]:
     elif summary["objectives"][0] == "mean":
         told[str(Name("best", metric))] = float(summary["winner"]["values"][0])
     tests = {name: row["test"]["mean"] for name, row in summary["finals"].items() if "test" in row}
-    told |= {str(Name("test", metric, name)): value for name, value in tests.items()}
     if tests:
         told[str(Name("test", metric))] = statistics.fmean(tests.values())
-    return told
+    return told | {str(Name("test", metric, name)): value for name, value in tests.items()}
 
 
 def columns(names: Iterable[str]) -> list[str]:

@@ -12,28 +12,33 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from crossfed.platform.tracking import names
+from crossfed.platform.tracking import names as metric_names
 from crossfed.platform.tracking.tracker import reading
 
 KEY = "crossfed"
 """Of the shared view, in links and in the experiment's tag."""
 _TAG = f"mlflow.sharedViewState.{KEY}"
-_PARAMS = ("method", "data", "seed", "protocol", "preset")
+_FIRST, _LAST = ("method", "data", "seed"), ("preset", "protocol")
 _LOOKED_AT = 200
 
 
 def view(metrics: list[str], params: list[str]) -> dict[str, Any]:
     """The state of MLflow's table of runs: what the tag of a shared view holds."""
-    chosen = [f"params.`{name}`" for name in _PARAMS if name in params]
-    chosen += [f"metrics.`{name}`" for name in names.columns(metrics)]
+    first, last = ([f"params.`{name}`" for name in names if name in params] for names in (_FIRST, _LAST))
+    chosen = [*first, *(f"metrics.`{name}`" for name in metric_names.columns(metrics)), *last]
     return {
         "orderByKey": "attributes.start_time",
         "orderByAsc": False,
         "searchFilter": "",
         "selectedColumns": chosen,
         "columnOrder": chosen,
-        "columnWidths": {name: 190 if "`domain/" in name else 150 for name in chosen if name.startswith("metrics.")},
+        "columnWidths": {name: _width(name) for name in chosen},
     }
+
+
+def _width(column: str) -> int:
+    """Pixels that show a column's name."""
+    return min(260, max(100, 8 * (len(column) - len("params.``")) + 24))
 
 
 def links(store: str, address: str) -> dict[str, str]:

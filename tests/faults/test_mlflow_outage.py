@@ -162,7 +162,7 @@ def recorded(client: MlflowClient, run_id: str) -> tuple[dict[str, list[tuple[in
     """Every metric's history in the store, and everything else that it holds of a run."""
     run = client.get_run(run_id)
     held = {key: [(m.step, m.value) for m in client.get_metric_history(run_id, key)] for key in run.data.metrics}
-    passing = ("mlflow.runName", "mlflow.note.content", "crossfed.run_key")
+    passing = ("mlflow.runName", "mlflow.note.content", "mlflow.crossfed.runKey")
     models = sorted(client.get_logged_model(out.model_id).name for out in run.outputs.model_outputs)
     other = {
         "status": run.info.status,

@@ -110,10 +110,10 @@ def test_what_a_run_logs_in_mlflow(call, shops: Path, tmp_path: Path) -> None:
         assert [point.value for point in curve] == told
     assert "train_share" not in run.data.params.keys() | run.data.tags.keys()
     mean = sum(domain["test"]["recall_at_20"] for domain in result["domains"].values()) / 3
-    assert run.data.metrics["test_recall_at_20"] == pytest.approx(mean)
+    assert run.data.metrics["all/test_recall_at_20"] == pytest.approx(mean)
     selected = [domain["selected"]["value"] for domain in result["domains"].values()]
-    assert run.data.metrics["best_recall_at_20"] == pytest.approx(sum(selected) / 3)
-    stages = [point.value for point in client.get_metric_history(run.info.run_id, "stage")]
+    assert run.data.metrics["all/best_recall_at_20"] == pytest.approx(sum(selected) / 3)
+    stages = [point.value for point in client.get_metric_history(run.info.run_id, "all/stage")]
     assert stages == sorted(stages) and set(stages) == {1, 2}
     assert len(run.data.metrics) <= 60 and not [name for name in run.data.metrics if name.startswith("system/")]
     assert set(result["memory"]) == {"server", *result["domains"]}

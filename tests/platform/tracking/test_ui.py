@@ -17,10 +17,10 @@ from crossfed.platform.tracking.tracker import Tracker, TrackingSettings
 
 def test_the_links_open_runs_with_the_columns_that_matter(tmp_path: Path) -> None:
     tracker = Tracker.start(
-        TrackingSettings(), tmp_path / "run", "a run", {"seed": 3, "data": "shops", "lr": 0.1}, {}, []
+        TrackingSettings(), tmp_path / "run", "a run", {"seed": 3, "data": "shops", "lr": 0.1, "protocol": "p"}, {}, []
     )
-    tracker.log({"val_recall_at_20": 0.1, "best_recall_at_20": 0.1, "train/books/loss": 2.0}, 1)
-    tracker.log({"test_recall_at_20": 0.2, "domain/books/test_recall_at_20": 0.2}, 1)
+    tracker.log({"all/val_recall_at_20": 0.1, "all/best_recall_at_20": 0.1, "train/books/loss": 2.0}, 1)
+    tracker.log({"all/test_recall_at_20": 0.2, "domain/books/test_recall_at_20": 0.2}, 1)
     tracker.finish("FINISHED")
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
     for _ in range(2):
@@ -32,8 +32,8 @@ def test_the_links_open_runs_with_the_columns_that_matter(tmp_path: Path) -> Non
         assert links == {"crossfed": page}  # and none to an experiment without runs
         state = json.loads(experiment.tags["mlflow.sharedViewState.crossfed"])
         assert state["selectedColumns"] == [
-            "params.`data`", "params.`seed`", "metrics.`test_recall_at_20`", "metrics.`best_recall_at_20`",
-            "metrics.`domain/books/test_recall_at_20`",
+            "params.`data`", "params.`seed`", "metrics.`all/test_recall_at_20`", "metrics.`all/best_recall_at_20`",
+            "metrics.`domain/books/test_recall_at_20`", "params.`protocol`",
         ]  # fmt: skip
         assert state["columnOrder"] == state["selectedColumns"]
 
