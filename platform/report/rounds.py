@@ -50,14 +50,16 @@ def _course(run: Finished, metric: str) -> tuple[list[int], list[float]]:
     keeps = all("value" in (row.get("selected") or {}) for row in domains.values())
     course: tuple[list[int], list[float]] = ([], [])
     sent, stage, before, held = 0, None, (None, {}), dict[str, float]()  # type: int, Any, Any, dict[str, float]
-    for row in history(run):
+    rows = history(run)
+    crossing = {row["stage"] for row in rows if row["bytes_up"] or row["bytes_down"]}
+    for row in rows:
         sent += row["bytes_up"]
         if row["stage"] != stage:
             stage, before, held = row["stage"], (None, {}), {}
         now = {name: row["metrics"].get(f"val/{name}/{metric}") for name in domains}
         if all(value is None for value in now.values()):
             continue
-        chosen = _chosen(row, before, run.settings["evaluation.select"]) if keeps else list(domains)
+        chosen = _chosen(row, before, row["stage"] not in crossing) if keeps else list(domains)
         held |= {name: value for name in chosen if (value := now[name]) is not None}
         before = (row["best"], row["domains"])
         if len(held) == len(domains):
@@ -68,19 +70,17 @@ def _course(run: Finished, metric: str) -> tuple[list[int], list[float]]:
     return course
 
 
-def _chosen(row: Mapping[str, Any], before: tuple[float | None, Mapping[str, float]], select: str) -> list[str]:
+def _chosen(row: Mapping[str, Any], before: tuple[float | None, Mapping[str, float]], local: bool) -> list[str]:
     """The domains whose state after this round is the best of its stage so far, by the selecting metric.
 
     Args:
         before: at the evaluated round before, the mean of best values, and each domain's value at its best round.
+        local: whether each domain selects for itself, as in a stage in which nothing crosses; a tie keeps the earlier round.
     """
     best, values = before
-    held: Mapping[str, float] = row["domains"]
-    if row["best"] != best and all(row["metrics"].get(f"val/{name}/{select}") == held[name] for name in held):
-        return list(
-            held
-        )  # where the federation selects, a domain's state is taken though it measures the same as before
-    return [name for name in held if held[name] != values.get(name)]
+    if local:
+        return [name for name, value in row["domains"].items() if value != values.get(name)]
+    return list(row["domains"]) if row["best"] != best else []
 
 
 def upload(runs: Sequence[Finished], metric: str, target: float | None = None) -> Analysis:
