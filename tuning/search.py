@@ -30,7 +30,7 @@ from crossfed.platform.federation.node import Artifacts, Plan
 from crossfed.platform.federation.run import Finish, chosen_domains, make_artifacts, resolve_data
 from crossfed.platform.federation.runs import RESULT
 from crossfed.platform.report.recording import told_share
-from crossfed.platform.tracking import tracker
+from crossfed.platform.tracking import names, tracker
 from crossfed.platform.tracking.spool import RUN_ID
 from crossfed.platform.tracking.tracker import Tracker
 from crossfed.tuning.placement import Slots, slots
@@ -235,8 +235,15 @@ def _parent(study: Study, view: Progress) -> Tracker:
     parent = Tracker.start(
         base.tracking,
         study.folder,
-        search.name,
-        {key: value for key, value in shown.items() if value is not None},
+        f"{search.name} {base.method} {study.optuna.user_attrs['data']}",
+        {key: value for key, value in shown.items() if value is not None}
+        | {
+            "method": base.method,
+            "data": str(study.optuna.user_attrs["data"]),
+            "protocol": base.evaluation.protocol,
+            "select": base.evaluation.select,
+        }
+        | ({"preset": base.preset} if base.preset else {}),
         {
             "role": "study",
             "study": search.name,
@@ -336,10 +343,7 @@ def _record(study: Study, parent: Tracker, summary: Mapping[str, Any]) -> None:
     (study.folder / "trials.md").write_text(tables.markdown(study.optuna), encoding="utf-8")
     for file in ("study.yaml", SUMMARY, "trials.md"):
         parent.artifact(study.folder / file)
-    told = {"best/validation": float(summary["winner"]["values"][0])}
-    for name, splits in summary["finals"].items():
-        told |= {f"final/{split}/{name}/{summary['metric']}": row["mean"] for split, row in splits.items()}
-    parent.log(told, len(study.trials()))
+    parent.log(names.of_study(summary), len(study.trials()))
     parent.describe(tables.markdown(study.optuna))
 
 

@@ -23,6 +23,7 @@ from crossfed.platform.cli.audit import audit
 from crossfed.platform.cli.cluster import cluster_app, doctor, submit
 from crossfed.platform.cli.evaluate import evaluate
 from crossfed.platform.cli.recommend import recommend
+from crossfed.platform.cli.serve import serve
 from crossfed.platform.cli.tune import tune_all, tune_app
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.method import Release, Scope
@@ -77,6 +78,7 @@ app.command("compare")(report.compare)
 app.command("report")(report.report)
 app.command("figures")(report.figures)
 app.command("recommend")(recommend)
+app.command("serve")(serve)
 
 Out = Annotated[Path, typer.Option(help="Folder of run directories.", show_default=True)]
 RUNS = Path("runs")
@@ -409,6 +411,7 @@ def ui(
 ) -> None:
     """Open the MLflow UI on the runs' store, on the loopback interface only."""
     from crossfed.platform.config.settings import TrackingSettings
+    from crossfed.platform.tracking import ui as mlflow_ui
     from crossfed.platform.tracking.tracker import resolve_uri
 
     store = resolve_uri(TrackingSettings(uri=uri), out)
@@ -419,11 +422,12 @@ def ui(
         raise CrossfedError(
             f"There is no tracking database {database}; start a run first, or name the folder with --out."
         )
-    typer.echo(f"MLflow UI on http://127.0.0.1:{port} (Ctrl-C ends it)")
-    artifacts = (database.parent / "mlartifacts").absolute()
-    server = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    os.execv(sys.executable, [*server, "--backend-store-uri", store, "--default-artifact-root", artifacts.as_uri()])
+    address = f"http://127.0.0.1:{port}"
+    pages = mlflow_ui.links(store, address)
+    for name, link in pages.items():
+        typer.echo(f"{name}: {link}")
+    typer.echo(f"MLflow UI on {address}, in some seconds (Ctrl-C ends it)")
+    mlflow_ui.serve(store, (database.parent / "mlartifacts").absolute(), port)
 
 
 @app.command()

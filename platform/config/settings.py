@@ -24,7 +24,7 @@ from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.metrics import metric_name, parse_metric
 from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.method import Checked, Method, MethodConfig
-from crossfed.platform.registry import config_class, find_method, method_file, nearest
+from crossfed.platform.registry import config_class, find_method, method_file, nearest, nearest_few
 from crossfed.platform.uris import redact
 
 
@@ -177,7 +177,8 @@ class TrackingSettings(BaseModel):
             environment variable MLFLOW_TRACKING_URI, and without it `mlflow.db` in the folder that holds the runs.
         experiment: name of the MLflow experiment.
         require: refuse to start when the store is out of reach, instead of spooling.
-        system_metrics: record CPU, memory and free disk of the driving machine once per round.
+        system_metrics: record CPU, memory and free disk of the driving machine once per round, after the
+            first minute: shorter runs have none.
         parent_run_id: the MLflow run under which this one is shown (a study).
         params: which of the method's values are the run's parameters, e.g. those that a study searches; None means all.
         tags: added to the run's own tags.

@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from crossfed.platform.federation.runs import CONFIG, DATA, RESULT, TRAINED, sto
 from crossfed.platform.method import Direction, Scope
 from crossfed.platform.report.recording import record, told_share, track_beside
 from crossfed.platform.tokeniser import tokenise
+from crossfed.platform.tracking import names
 from crossfed.platform.tracking.spool import RUN_ID
 from crossfed.platform.tracking.tracker import Status, Tracker
 
@@ -338,11 +339,10 @@ def _run(
             stage = row.stage
             view.stage(row.stage, row.rounds)
         view.round(row.stage, row.round, row.rounds, row.metrics, row.seconds, row.bytes_up, row.bytes_down)
-        extra = {"bytes/up": row.bytes_up, "bytes/down": row.bytes_down, "seconds/round": row.seconds}
-        best = (
-            {} if row.best is None else {"val_best": row.best}
-        )  # what comes first is what MLflow's comparisons show at first
-        tracker().log(best | row.metrics | extra, row.step, row.stage)
+        number = next(i for i, stage_ in enumerate(rounds.stages, 1) if stage_.name == row.stage)
+        selects = rounds.stages[number - 1].keep_best
+        shown = names.of_round(asdict(row), config.evaluation.select, number, plan.domains, selects)
+        tracker().log(shown, row.step)
         if on_round:
             on_round(row)
 
@@ -355,8 +355,6 @@ def _run(
         if artifacts is None or not tokenise.fits(config, artifacts):
             artifacts = make_artifacts(config, view)
         sids = tokenise.describe(config, artifacts) if tokenise.SIDS in config.resolved.artifacts else None
-        if sids:
-            tracker().log(tokenise.metrics(sids), 0)
         encode, lost = time.perf_counter() - before, 0
         while True:
             try:

@@ -15,6 +15,7 @@ from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.federation.node import Plan
 from crossfed.platform.federation.runs import CONFIG, DATA, RESULT
 from crossfed.platform.tokeniser import tokenise
+from crossfed.platform.tracking import names
 from crossfed.platform.tracking.spool import RUN_ID, State
 from crossfed.platform.tracking.tracker import DatasetInput, Tracker, resolve_uri
 
@@ -27,13 +28,32 @@ def told_share(share: float) -> str:
     return "" if share == 1 else f", {share:.3g} of the training interactions"
 
 
-def _params(config: RunConfig) -> dict[str, Any]:
+def _params(config: RunConfig, data: str) -> dict[str, Any]:
     """What the tracker shows as the run's parameters."""
+    known = {
+        "method": config.method,
+        "data": data,
+        "seed": config.seed,
+        "protocol": config.evaluation.protocol,
+        "select": config.evaluation.select,
+    } | ({"preset": config.preset} if config.preset else {})
     if config.tracking.params is not None:
-        return {name: config.config[name] for name in config.tracking.params}
+        return {name: config.config[name] for name in config.tracking.params} | known
     apart = {"control": (config.control, "none"), "train_share": (config.evaluation.train_share, 1)}
-    told = {name: value for name, (value, usual) in apart.items() if value != usual}
-    return {"config_hash": config.hash()} | told | tokenise.parameters(config) | config.config
+    unusual = {name: value for name, (value, usual) in apart.items() if value != usual}
+    return unusual | tokenise.parameters(config) | config.config | known | {"config_hash": config.hash()}
+
+
+def run_title(config: RunConfig, run_dir: Path, data: str) -> str:
+    """What MLflow calls a run: its directory, its study and method where the directory does not say them, its data."""
+    study = config.tracking.tags.get("study")
+    return " ".join([run_dir.name, *([study, config.method] if study else []), data])
+
+
+def model_title(config: RunConfig, data: str, domain: str) -> str:
+    """What MLflow calls a domain's model: method, data, domain, and the study that it comes from."""
+    study = config.tracking.tags.get("study")
+    return "-".join([config.method, data, domain, *([study] if study else [])])
 
 
 def track(
@@ -52,30 +72,20 @@ def track(
     return Tracker.start(
         config.tracking,
         run_dir,
-        run_dir.name,
-        _params(config),
+        run_title(config, run_dir, data.path.name),
+        _params(config, data.path.name),
         {
             "method": config.method,
-            "seed": str(config.seed),
-            "protocol": config.evaluation.protocol,
             "data": data.path.name,
-            "data_kind": kind,
-            "data_fingerprint": data.fingerprint,
-            "preset": config.preset or "none",
-            "backend": config.backend,
-            "control": config.control,
-            "train_share": str(config.evaluation.train_share),
-            "config_hash": config.hash(),
         }
         | config.tracking.tags,
         [
             DatasetInput(
-                name,
-                f"{data.fingerprint[:20]}-{name}"[:36],
-                f"{kind} data {data.path.name}",
-                data.manifest["domains"][name],
+                data.path.name,
+                data.fingerprint[:12],
+                f"{kind} data {data.path.name}, domains {', '.join(domains)}",
+                {name: data.manifest["domains"][name] for name in domains},
             )
-            for name in domains
         ],
         resume_run_id=known.read_text(encoding="utf-8").strip() if resumed and known.exists() else None,
         warn=view.warn,
@@ -128,21 +138,7 @@ def record(
     """
     run_dir, last = plan.run_dir, max((row["step"] for row in history), default=0)
     ledger.to_parquet(run_dir / "ledger.parquet", index=False)
-    for name, row in result["privacy"]["domains"].items():
-        totals = {f"final/privacy/{name}/{key}": value for key, value in row.items() if key.startswith("epsilon_")}
-        tracker.log(totals, last)
-    for name, row in result["domains"].items():
-        tracker.log({f"final/audit/{name}/{key}": value for key, value in row.get("audit", {}).items()}, last)
-        tracker.log(
-            {
-                f"final/{split}/{name}/{key}": value
-                for split in ("validation", "test")
-                for key, value in row.get(split, {}).items()
-            },
-            last,
-        )
-    peaks = {f"final/memory/{kind}/{name}": row[kind] for name, row in result.get("memory", {}).items() for kind in row}
-    tracker.log({key: peak for key, peak in peaks.items() if peak is not None}, last)
+    tracker.log(names.of_result(result, plan.config.evaluation.select), last)
     tracker.describe(_described(result, plan.config.evaluation.select))
     if not plan.config.tracking.artifacts:
         return
@@ -159,7 +155,8 @@ def record(
         tracker.figure(figure, name)
     for name in plan.domains:
         registered = f"{result['method']}-{result['data']['name']}-{name}".replace("/", "_").replace(":", "_")
-        tracker.model(run_dir, name, last, registered if plan.config.tracking.register_models else None)
+        title = model_title(plan.config, result["data"]["name"], name)
+        tracker.model(run_dir, name, last, registered if plan.config.tracking.register_models else None, title)
 
 
 def _described(result: dict[str, Any], select: str) -> str:

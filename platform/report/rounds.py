@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,26 +42,54 @@ def history(run: Finished) -> list[dict[str, Any]]:
 
 
 def _course(run: Finished, metric: str) -> tuple[list[int], list[float]]:
-    """Bytes that all domains had sent, and the best validation mean over domains by then, at every evaluated round."""
-    sent, best, course = 0, -math.inf, ([], [])  # type: tuple[int, float, tuple[list[int], list[float]]]
-    for row in history(run):
+    """Bytes that all domains had sent, and the validation mean over domains of the state that would be selected then.
+
+    At every round that evaluated. What is selected begins anew with a stage, as in the run; the last value is of the state
+    that was selected.
+    """
+    domains = run.result["domains"]
+    keeps = all("value" in (row.get("selected") or {}) for row in domains.values())
+    course: tuple[list[int], list[float]] = ([], [])
+    sent, stage, before, held = 0, None, (None, {}), dict[str, float]()  # type: int, Any, Any, dict[str, float]
+    rows = history(run)
+    crossing = {row["stage"] for row in rows if row["bytes_up"] or row["bytes_down"]}
+    for row in rows:
         sent += row["bytes_up"]
-        found = [row["metrics"].get(f"val/{domain}/{metric}") for domain in run.result["domains"]]
-        known = [value for value in found if value is not None]
-        if len(known) == len(found):
-            best = max(best, statistics.fmean(known))
+        if row["stage"] != stage:
+            stage, before, held = row["stage"], (None, {}), {}
+        now = {name: row["metrics"].get(f"val/{name}/{metric}") for name in domains}
+        if all(value is None for value in now.values()):
+            continue
+        chosen = _chosen(row, before, row["stage"] not in crossing) if keeps else list(domains)
+        held |= {name: value for name in chosen if (value := now[name]) is not None}
+        before = (row["best"], row["domains"])
+        if len(held) == len(domains):
             course[0].append(sent)
-            course[1].append(best)
+            course[1].append(statistics.fmean(held.values()))
     if not course[0]:
         raise CrossfedError(f"{run.origin} evaluated no validation {metric} in its rounds.")
     return course
 
 
-def upload(runs: Sequence[Finished], metric: str, target: float | None = None) -> Analysis:
-    """The best validation metric so far against all bytes uploaded so far (as in FedCGR, Figure 5), and the bytes to a target.
+def _chosen(row: Mapping[str, Any], before: tuple[float | None, Mapping[str, float]], local: bool) -> list[str]:
+    """The domains whose state after this round is the best of its stage so far, by the selecting metric.
 
     Args:
-        metric: its mean over domains is shown; a line per seed.
+        before: at the evaluated round before, the mean of best values, and each domain's value at its best round.
+        local: whether each domain selects for itself, as in a stage in which nothing crosses; a tie keeps the earlier round.
+    """
+    best, values = before
+    if local:
+        return [name for name, value in row["domains"].items() if value != values.get(name)]
+    return list(row["domains"]) if row["best"] != best else []
+
+
+def upload(runs: Sequence[Finished], metric: str, target: float | None = None) -> Analysis:
+    """The validation metric of what would be selected against all bytes uploaded so far (as in FedCGR, Figure 5), and the bytes
+    to a target.
+
+    Args:
+        metric: its mean over domains is shown; a line per seed, beginning anew with every stage.
         target: of the metric; by default 99 % of the best value of the run that comes to the least, so that all reach it.
 
     Raises:
@@ -78,7 +106,8 @@ def upload(runs: Sequence[Finished], metric: str, target: float | None = None) -
         colour, marker = style[label]
         reached = []
         for (sent, values), run in zip(row, grouped(runs)[label], strict=True):
-            place = next((i for i, value in enumerate(values) if value >= target), None)
+            below_ = [i for i, value in enumerate(values) if value < target]  # a later stage may begin lower
+            place = (below_[-1] + 1 if below_ else 0) if values[-1] >= target else None
             reached.append(math.nan if place is None else float(sent[place]))
             records += [
                 {"method": label, "seed": run.result["seed"], "evaluation": i + 1, "bytes_up": b, "metric": metric, "best": v}
@@ -102,7 +131,7 @@ def upload(runs: Sequence[Finished], metric: str, target: float | None = None) -
         sent_in_all = size(statistics.fmean(sent[-1] for sent, _ in row))
         rows.append((label, str(len(row)), spread(statistics.fmean(best), deviation), sent_in_all, to_target))
     axis.axhline(target, color=GREY, lw=1, ls=":")
-    axis.set_ylabel(f"validation {pretty(metric)}, best so far")
+    axis.set_ylabel(f"validation {pretty(metric)}, what would be selected")
     axis.set_xlabel("uploaded so far, all domains together")
     _bytes_axis(axis, [record["bytes_up"] for record in records])
     sends = {label: any(sent[-1] for sent, _ in row) for label, row in courses.items()}

@@ -199,16 +199,6 @@ def alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return np.allclose(one["perplexity"], other["perplexity"]) and np.allclose(now, then)
 
 
-def metrics(report: Mapping[str, Any]) -> dict[str, float]:
-    """A report as scalars for the tracker: per level, and collisions per domain."""
-    per_level = {
-        f"tokeniser/{name}/level_{level}": float(value)
-        for name in ("perplexity", "dead_codes", "reconstruction_error")
-        for level, value in enumerate(report[name], start=1)
-    }
-    return per_level | {f"tokeniser/collision_rate/{name}": rate for name, rate in report["collision_rate"].items()}
-
-
 def parameters(config: RunConfig) -> dict[str, Any]:
     """The settings for the tracker; empty where the method has no use for semantic IDs."""
     if SIDS not in config.resolved.artifacts:

@@ -29,9 +29,7 @@ class State:
     uri: str = ""
     run_id: str | None = None
     experiment_id: str | None = None
-    stage: str | None = None
     last: dict[str, int] = field(default_factory=dict)  # metric -> its last recorded step
-    best: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def read(cls, run_dir: Path) -> State | None:
@@ -40,7 +38,8 @@ class State:
             return None
         try:
             told = json.loads(path.read_text("utf-8"))
-            told.pop("model_id", None)  # of an earlier version
+            for name in ("model_id", "stage", "best"):  # of earlier versions
+                told.pop(name, None)
             return cls(**told)
         except (ValueError, TypeError, AttributeError) as error:
             raise CrossfedError(f"{path} is damaged ({error}): delete it to record the run anew") from error

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 TAG_LIMIT = 8000
-_KEY_TAG = "crossfed.run_key"
+_KEY_TAG = "mlflow.crossfed.runKey"
+"""Hidden by MLflow's pages, as all tags of its own prefix are. Earlier versions said `crossfed.run_key`."""
 _LOG = logging.getLogger("crossfed.tracking")
 
 
@@ -213,8 +214,10 @@ def _find_run(client: MlflowClient, state: State, entry: dict[str, Any]) -> Any:
                 raise
         _LOG.warning("tracking: the MLflow run %s is not there any more; a new one is opened", state.run_id)
         return None
-    found = client.search_runs([str(state.experiment_id)], f"tags.`{_KEY_TAG}` = '{entry['key']}'", max_results=1)
-    return found[0] if found else None
+    for tag in (_KEY_TAG, "crossfed.run_key"):
+        if found := client.search_runs([str(state.experiment_id)], f"tags.`{tag}` = '{entry['key']}'", max_results=1):
+            return found[0]
+    return None
 
 
 @contextlib.contextmanager

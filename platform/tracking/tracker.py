@@ -42,6 +42,7 @@ from crossfed.platform.uris import redact
 
 _NAME_LIMIT = 250
 _PARAM_LIMIT = 6000
+_SYSTEM_AFTER = 60.0
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _LOG = logging.getLogger("crossfed.tracking")
 
@@ -90,6 +91,11 @@ def safe_name(name: str) -> str:
     if len(clean) > _NAME_LIMIT:
         clean = f"{clean[: _NAME_LIMIT - 9]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
     return clean
+
+
+def model_name(name: str) -> str:
+    """A name that MLflow accepts for a logged model; an accepted one is returned unchanged."""
+    return re.sub(r"[/:.%\"']", "_", name)
 
 
 def resolve_uri(settings: TrackingSettings, out: Path) -> str:
@@ -146,6 +152,7 @@ class Tracker:
         self._dropped = 0
         self._retry_at = 0.0
         self._ended = False
+        self._began = time.monotonic()
 
     @classmethod
     def start(
@@ -227,10 +234,8 @@ class Tracker:
             text += f"; {self._dropped} values were not finite and left out"
         return text
 
-    def log(self, metrics: Mapping[str, float], step: int, stage: str | None = None) -> None:
-        """Record a round's metrics in one request, with the running best of every `val/…` metric as `best/val/…`.
-
-        Bests start anew with every `stage`: what an earlier stage reached is not what the run selects from.
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record a round's metrics (see `metric_names`) in one request.
 
         NaN and infinite values are left out and counted: MLflow stores an infinity as ±1.8e308, which ruins its charts.
         Of a step that was recorded before (a run continued, or gone back to its last committed round) nothing is recorded
@@ -238,10 +243,8 @@ class Tracker:
         """
         if not self._settings.enabled:
             return
-        if self._settings.system_metrics:
+        if self._settings.system_metrics and time.monotonic() - self._began >= _SYSTEM_AFTER:
             metrics = {**metrics, **_system_metrics(self._dir)}
-        if stage != self._state.stage and stage is not None:
-            self._state.stage, self._state.best = stage, {}
         values: dict[str, float] = {}
         for name, value in metrics.items():
             key, number = safe_name(name), float(value)
@@ -249,10 +252,6 @@ class Tracker:
                 self._dropped += 1
                 continue
             values[key] = number
-            if key.startswith("val/"):
-                best = max(number, self._state.best.get(key, number))
-                self._state.best[key] = best
-                values[f"best/{key}"] = best
         values = {key: value for key, value in values.items() if step > self._state.last.get(key, step - 1)}
         if not values:
             return
@@ -281,11 +280,13 @@ class Tracker:
             return
         self.artifact(path, "figures")
 
-    def model(self, run_dir: Path, domain: str, step: int = 0, register: str | None = None) -> None:
+    def model(
+        self, run_dir: Path, domain: str, step: int = 0, register: str | None = None, name: str | None = None
+    ) -> None:
         """Record one domain's trained model as an MLflow pyfunc (see `crossfed.platform.serving.save`).
 
         Args:
-            register: the registered model of which it becomes a new version.
+            register: the registered model of which it becomes a new version. name: the model's own; its domain by default.
         """
         if not self._settings.enabled:
             return
@@ -299,11 +300,8 @@ class Tracker:
         except Exception as error:  # the run's own model is in its directory already
             self._warn(f"tracking: the model of {domain} cannot be recorded ({words(error)})")
             return
-        name, entry = (
-            f"recommender-{domain}".replace(".", "_"),
-            {"op": "model", "path": self._relative(folder), "step": step},
-        )
-        self._submit(entry | {"name": name} | ({"register": register} if register else {}))
+        entry = {"op": "model", "path": self._relative(folder), "step": step, "name": model_name(name or domain)}
+        self._submit(entry | ({"register": register} if register else {}))
 
     def finish(self, status: Status, reason: str | None = None, outcome: str | None = None) -> None:
         """Close the run with its end and the reason; the last attempt to empty the spool. Later calls do nothing.

@@ -26,9 +26,11 @@ from crossfed.platform.console import make_progress
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.rounds import Round
 from crossfed.platform.federation.run import RunResult, run_federation
+from crossfed.platform.tracking import names
 from crossfed.platform.tracking.spool import RUN_ID, SPOOL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+SELECT = "recall_at_20"
 ROUNDS = 12
 """Of two stages; the server is away from the fifth to the eighth, across the stages' border."""
 
@@ -138,21 +140,15 @@ def expected(done: Done) -> dict[str, list[tuple[int, float]]]:
     rows = [json.loads(line) for line in (done.result.run_dir / "history.jsonl").read_text().splitlines()]
     assert len(rows) == ROUNDS
     found: dict[str, list[tuple[int, float]]] = {}
-    best: dict[tuple[str, str], float] = {}
+    result, stages = done.result.result, list(dict.fromkeys(row["stage"] for row in rows))
     for row in rows:
-        extra = {"bytes/up": row["bytes_up"], "bytes/down": row["bytes_down"], "seconds/round": row["seconds"]}
-        values = row["metrics"] | extra | ({} if row["best"] is None else {"val_best": row["best"]})
-        for key, value in list(values.items()):
-            if key.startswith("val/"):
-                best[row["stage"], key] = max(value, best.get((row["stage"], key), value))
-                values[f"best/{key}"] = best[row["stage"], key]
-        for key, value in values.items():
+        told = names.of_round(row, SELECT, stages.index(row["stage"]) + 1, result["domains"])
+        for key, value in told.items():
             found.setdefault(key, []).append((row["step"], value))
-    for name, domain in done.result.result["domains"].items():
-        for split in ("validation", "test"):
-            found |= {f"final/{split}/{name}/{key}": [(ROUNDS, value)] for key, value in domain[split].items()}
-    memory = done.result.result["memory"]
-    return found | {f"final/memory/process/{name}": [(ROUNDS, row["process"])] for name, row in memory.items()}
+    for key, value in names.of_result(result, SELECT).items():
+        if key not in found:
+            found[key] = [(ROUNDS, value)]
+    return found
 
 
 def files(client: MlflowClient, run_id: str, folder: str | None = None) -> set[str]:
@@ -166,7 +162,7 @@ def recorded(client: MlflowClient, run_id: str) -> tuple[dict[str, list[tuple[in
     """Every metric's history in the store, and everything else that it holds of a run."""
     run = client.get_run(run_id)
     held = {key: [(m.step, m.value) for m in client.get_metric_history(run_id, key)] for key in run.data.metrics}
-    passing = ("mlflow.runName", "mlflow.note.content", "crossfed.run_key")
+    passing = ("mlflow.runName", "mlflow.note.content", "mlflow.crossfed.runKey")
     models = sorted(client.get_logged_model(out.model_id).name for out in run.outputs.model_outputs)
     other = {
         "status": run.info.status,

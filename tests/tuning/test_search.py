@@ -69,7 +69,7 @@ def test_a_study_survives_what_its_trials_do(shops: Path, tmp_path: Path, ray_cl
     experiment = client.get_experiment_by_name("crossfed")
     assert experiment is not None
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
-    parent = runs.pop("faults")
+    parent = next(runs.pop(name) for name in list(runs) if name.startswith("faults "))
     assert parent.info.status == "FINISHED"
     assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
     assert {run.data.tags["role"] for name, run in runs.items() if name.startswith("final")} == {"final"}
@@ -81,7 +81,11 @@ def test_a_study_survives_what_its_trials_do(shops: Path, tmp_path: Path, ray_cl
     assert outcome == {
         "none": ("FINISHED", "finished"), "nan": ("FAILED", "failed"), "raise": ("FAILED", "failed"), "die": ("FAILED", "failed"),
     }  # fmt: skip
-    assert all(run.data.params.keys() == {"fault"} for run in runs.values())  # only what was searched
+    what = {"method", "data", "seed", "protocol", "select"}
+    assert all(
+        run.data.params.keys() == {"fault"} | what for run in runs.values()
+    )  # only what was searched, and of what
+    assert all(f" faults {run.data.tags['method']} " in name for name, run in runs.items())
     assert {"optimisation_history.png", "slice_fault.png"} <= {
         Path(file.path).name for file in client.list_artifacts(parent.info.run_id, "figures")
     }

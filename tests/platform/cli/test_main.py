@@ -96,9 +96,11 @@ def test_what_a_run_logs_in_mlflow(call, shops: Path, tmp_path: Path) -> None:
     assert run.info.status == "FINISHED"
     result = json.loads((run_dir / "result.json").read_text())
     assert run.data.params["K"] == "4" and run.data.params["config_hash"] == result["config_hash"]
+    assert run.data.params.keys() >= {"method", "data", "seed", "protocol", "select"}
+    assert run.info.run_name == f"{run_dir.name} {shops.name}"
     for name, domain in result["domains"].items():
-        assert run.data.metrics[f"final/test/{name}/ndcg_at_20"] == domain["test"]["ndcg_at_20"]
-        curve = client.get_metric_history(run.info.run_id, f"val/{name}/recall_at_20")
+        assert run.data.metrics[f"domain/{name}/test_ndcg_at_20"] == domain["test"]["ndcg_at_20"]
+        curve = client.get_metric_history(run.info.run_id, f"domain/{name}/val_recall_at_20")
         history = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
         told = [
             row["metrics"][f"val/{name}/recall_at_20"]
@@ -106,11 +108,19 @@ def test_what_a_run_logs_in_mlflow(call, shops: Path, tmp_path: Path) -> None:
             if f"val/{name}/recall_at_20" in row["metrics"]
         ]
         assert [point.value for point in curve] == told
-    assert run.data.tags["train_share"] == "1.0" and "train_share" not in run.data.params
+    assert "train_share" not in run.data.params.keys() | run.data.tags.keys()
+    mean = sum(domain["test"]["recall_at_20"] for domain in result["domains"].values()) / 3
+    assert run.data.metrics["all/test_recall_at_20"] == pytest.approx(mean)
+    selected = [domain["selected"]["value"] for domain in result["domains"].values()]
+    assert run.data.metrics["all/best_recall_at_20"] == pytest.approx(sum(selected) / 3)
+    stages = [point.value for point in client.get_metric_history(run.info.run_id, "all/stage")]
+    assert stages == sorted(stages) and set(stages) == {1, 2}
+    assert len(run.data.metrics) <= 60 and not [name for name in run.data.metrics if name.startswith("system/")]
     assert set(result["memory"]) == {"server", *result["domains"]}
     for name, peak in result["memory"].items():
-        assert run.data.metrics[f"final/memory/process/{name}"] == peak["process"] > 100_000_000 and peak["gpu"] is None
-    assert len(run.inputs.dataset_inputs) == 3
+        assert peak["process"] > 100_000_000 and peak["gpu"] is None, name
+    [dataset] = [entry.dataset for entry in run.inputs.dataset_inputs]
+    assert dataset.name == shops.name and json.loads(dataset.profile).keys() == result["domains"].keys()
     top = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
     assert {"config.yaml", "result.json", "placement.json", "ledger.parquet", "data.json", "figures", "per_user"} <= top
     drawn = {Path(artifact.path).stem for artifact in client.list_artifacts(run.info.run_id, "figures")}
@@ -238,7 +248,7 @@ def test_an_unreachable_tracking_server_is_a_warning_and_a_spool(call, shops: Pa
     client = MlflowClient(f"sqlite:///{tmp_path}/late.db")
     run = client.get_run((run_dir / "mlflow_run_id").read_text().strip())
     result = json.loads((run_dir / "result.json").read_text())
-    assert run.data.metrics["final/test/books/recall_at_20"] == result["domains"]["books"]["test"]["recall_at_20"]
+    assert run.data.metrics["domain/books/test_recall_at_20"] == result["domains"]["books"]["test"]["recall_at_20"]
 
 
 @pytest.mark.parametrize("method", ["fedcrf", "lightgcn"])

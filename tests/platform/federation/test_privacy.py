@@ -303,11 +303,11 @@ def test_the_tracker_holds_the_totals_of_every_round(shops: Path, tmp_path: Path
     done = run_federation(build("toys:WHISPER", sets=["rounds=3"], values=values))
     client, run = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db"), (done.run_dir / "mlflow_run_id").read_text().strip()
     for name, each in (("paper", 2.0), ("whole", 4.0)):
-        found = client.get_metric_history(run, f"privacy/films/epsilon_{name}")
+        found = client.get_metric_history(run, f"privacy/epsilon_{name}")
         assert [(point.step, point.value / each) for point in found] == [(1, 1), (2, 2), (3, 3), (4, 3)]
     final = client.get_run(run).data.metrics
     tight = done.result["privacy"]["domains"]["films"]["epsilon_tight"]
-    assert final["final/privacy/films/epsilon_whole"] == 12 and final["final/privacy/films/epsilon_tight"] == tight
+    assert final["privacy/epsilon_whole"] == 12 and final["privacy/epsilon_tight"] == tight
 
 
 def _release(rounds: int) -> Release:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -35,10 +36,15 @@ def records(found: analyses.Analysis) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(found.grid.csv())))
 
 
-def row(stage: str, step: int, recall: float | None, up: int, seconds: float = 1.0, **told: float) -> dict[str, Any]:
+def row(
+    stage: str, step: int, recall: float | None, up: int, seconds: float = 1.0, best: float | None = None, **told: float
+) -> dict[str, Any]:
+    """A round after which `recall` was measured in both domains; `best` is that of its stage where it is not this one."""
+    best = recall if best is None else best
     metrics = {f"val/{d}/{RECALL}": recall for d in ("books", "toys")} if recall is not None else {}
     return {
-        "stage": stage, "round": step, "rounds": 9, "step": step, "metrics": metrics | told, "best": recall, "domains": {},
+        "stage": stage, "round": step, "rounds": 9, "step": step, "metrics": metrics | told, "best": best,
+        "domains": {} if best is None else dict.fromkeys(("books", "toys"), best),
         "bytes_up": up, "bytes_down": up, "seconds": seconds,
     }  # fmt: skip
 
@@ -246,33 +252,66 @@ def test_forest_draws_relative_differences_with_their_intervals(tmp_path: Path) 
 
 
 def test_upload_counts_bytes_up_to_a_target(tmp_path: Path) -> None:
-    """The mean of domains decides; what a stage sends before its first evaluation counts; a best value stays."""
+    """The mean of domains decides; what a stage sends before its first evaluation counts; what would be selected is shown,
+    which begins anew with a stage; a target counts as reached where no later stage falls below it."""
     rounds = [
         row("a", 1, None, 500),
         row("a", 2, 0.1, 500),
         row("a", 3, 0.3, 500),
         row("b", 4, 0.2, 0),
-        row("b", 5, 0.4, 0),
+        row("b", 5, 0.4, 100),
+        row("b", 6, 0.25, 0, best=0.4),
     ]
     run = make_run(tmp_path / "f", "fedcrf", 0, both(0.3), history=rounds)
     local = make_run(tmp_path / "l", "lightgcn", 0, both(0.3), history=[row("train", 1, 0.35, 0)])
     found = courses.upload(load_runs([run, local]), RECALL, target=0.25)
     shown = [(int(r["bytes_up"]), float(r["best"])) for r in records(found) if r["method"] == "fedcrf"]
-    assert shown == [(1000, 0.1), (1500, 0.3), (1500, 0.3), (1500, 0.4)]
+    assert shown == [(1000, 0.1), (1500, 0.3), (1500, 0.2), (1600, 0.4), (1600, 0.4)]
     assert [cells[1:] for cells in found.grid.rows] == [
-        ("1", "0.4000", "1.5 kB", "1.5 kB"),
+        ("1", "0.4000", "1.6 kB", "1.6 kB"),
         ("1", "0.3500", "0 B", "0 B"),
     ]
     assert "lightgcn (sends nothing)" in texts(found.figure)
     assert found.figure.axes[0].get_xlim()[0] == 0
     missed = courses.upload(load_runs([run, local]), RECALL, target=0.36)
-    assert [cells[4] for cells in missed.grid.rows] == ["1.5 kB", "0 of 1 seeds get there"]
+    assert [cells[4] for cells in missed.grid.rows] == ["1.6 kB", "0 of 1 seeds get there"]
     default = courses.upload(load_runs([run, local]), RECALL)
     assert default.grid.columns[4].name == f"bytes to {0.99 * 0.35:.4f}"
     with pytest.raises(CrossfedError, match="f evaluated no validation ndcg_at_20"):
         courses.upload(load_runs([run]), "ndcg_at_20")
     with pytest.raises(CrossfedError, match="n holds no record of its rounds"):
         courses.upload(load_runs([make_run(tmp_path / "n", "lightgcn", 0, both(0.3))]), RECALL)
+
+
+def test_upload_shows_the_selected_state_in_other_metrics_too(tmp_path: Path) -> None:
+    """Recall selects, each domain its own round (books 2, toys 1); nDCG is that of those rounds, not its own best."""
+    ndcg = "ndcg_at_20"
+
+    def measured(step: int, books: tuple[float, float], toys: tuple[float, float], held: tuple[float, float]) -> Any:
+        told = {f"val/{name}/{key}": value for name, pair in (("books", books), ("toys", toys))
+                for key, value in zip((RECALL, ndcg), pair, strict=True)}  # fmt: skip
+        domains = {"books": held[0], "toys": held[1]}
+        return row("train", step, None, 0) | {"metrics": told, "best": sum(held) / 2, "domains": domains}
+
+    rounds = [
+        measured(1, (0.1, 0.9), (0.3, 0.5), (0.1, 0.3)),
+        measured(2, (0.2, 0.7), (0.2, 0.8), (0.2, 0.3)),
+        measured(3, (0.3, 0.6), (0.3, 0.9), (0.3, 0.3)),  # toys ties: its earlier round stays
+    ]
+    run = load_runs([make_run(tmp_path / "l", "lightgcn", 0, both(0.3), history=rounds)])[0]
+    assert courses._course(run, ndcg)[1] == pytest.approx([(0.9 + 0.5) / 2, (0.7 + 0.5) / 2, (0.6 + 0.5) / 2])
+    assert courses._course(run, RECALL)[1] == pytest.approx([0.2, 0.25, 0.3])
+
+
+def test_upload_of_a_stage_that_keeps_no_best_shows_its_last_state(tmp_path: Path) -> None:
+    run_dir = make_run(
+        tmp_path / "l", "lightgcn", 0, both(0.3), history=[row("t", 1, 0.3, 0), row("t", 2, 0.2, 0, best=0.3)]
+    )
+    result = json.loads((run_dir / "result.json").read_text())
+    for told in result["domains"].values():
+        told["selected"] = {"rounds": 2}
+    (run_dir / "result.json").write_text(json.dumps(result))
+    assert courses._course(load_runs([run_dir])[0], RECALL)[1] == [0.3, 0.2]
 
 
 def test_time_per_round_and_epoch(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ VOID = {"meta", "img"}
 ROWS = [
     {
         "stage": "train", "round": step, "rounds": 2, "step": step, "bytes_up": 0, "bytes_down": 0, "seconds": 1.0,
-        "metrics": {f"val/{d}/recall_at_20": 0.1 * step for d in ("books", "toys")}, "best": 0.1, "domains": {},
+        "metrics": {f"val/{d}/recall_at_20": 0.1 * step for d in ("books", "toys")}, "best": 0.1 * step,
+        "domains": dict.fromkeys(("books", "toys"), 0.1 * step),
     }
     for step in (1, 2)
 ]  # fmt: skip

@@ -208,10 +208,9 @@ def test_a_run_in_sqlite(out: Path) -> None:
     assert client.get_experiment(run.info.experiment_id).name == "crossfed"
     name = "val/Beauty/ndcg_at_20"
     assert history(client, tracker.run_id, name) == [(1, 0.2), (2, 0.5), (3, 0.4)]
-    assert history(client, tracker.run_id, f"best/{name}") == [(1, 0.2), (2, 0.5), (3, 0.5)]
     assert history(client, tracker.run_id, "train/Beauty/loss") == [(1, 3.0), (2, 2.0)]
     assert "bad" not in run.data.metrics
-    assert len(history(client, tracker.run_id, "system/process_memory_megabytes")) == 3
+    assert set(run.data.metrics) == {name, "train/Beauty/loss"}  # nothing of the system: the run took seconds
     [data] = run.inputs.dataset_inputs
     assert (data.dataset.name, data.dataset.digest) == ("Beauty", "d" * 36)
     assert json.loads(data.dataset.profile) == {"users": 3, "items": 4}
@@ -249,25 +248,31 @@ def test_a_resumed_run_continues_the_same_run(out: Path) -> None:
     second.finish("FINISHED")
     client = sqlite(run_dir)
     assert [s for s, _ in history(client, first.run_id, "val/B/recall_at_20")] == [1, 2, 3, 4, 5]
-    assert history(client, first.run_id, "best/val/B/recall_at_20")[-1] == (5, 0.4)
     assert client.get_run(first.run_id).info.status == "FINISHED"
     assert len(client.search_runs([client.get_experiment_by_name("crossfed").experiment_id])) == 1
 
 
-def test_bests_start_anew_with_a_stage(out: Path) -> None:
+def test_system_metrics_begin_after_a_minute(out: Path) -> None:
     tracker = start(out / "run")
-    for step, (stage, value) in enumerate([("a", 0.9), ("a", 0.8), ("b", 0.1), ("b", 0.3), ("b", 0.2)], 1):
-        tracker.log({"val/B/x": value}, step, stage)
-    tracker.log({"val/B/x": 0.2}, 6)
+    tracker.log({"a": 1.0}, 1)
+    tracker._began -= 61
+    tracker.log({"a": 2.0}, 2)
     tracker.finish("FINISHED")
-    assert [v for _, v in history(sqlite(out / "run"), tracker.run_id, "best/val/B/x")] == [
-        0.9,
-        0.9,
-        0.1,
-        0.3,
-        0.3,
-        0.3,
-    ]
+    assert [step for step, _ in history(sqlite(out / "run"), tracker.run_id, "system/process_memory_megabytes")] == [2]
+
+
+def test_a_record_of_an_earlier_version_is_continued(out: Path) -> None:
+    run_dir = out / "run"
+    first = start(run_dir)
+    first.log({"a": 1.0}, 1)
+    first.finish("KILLED")
+    state = json.loads((run_dir / STATE).read_text()) | {"stage": "train", "best": {"val/B/x": 0.1}, "model_id": None}
+    (run_dir / STATE).write_text(json.dumps(state))
+    second = start(run_dir, resume=first.run_id)
+    second.log({"a": 1.0}, 1)
+    second.log({"a": 2.0}, 2)
+    second.finish("FINISHED")
+    assert history(sqlite(run_dir), first.run_id, "a") == [(1, 1.0), (2, 2.0)]
 
 
 def test_resuming_a_deleted_run_opens_a_new_one(out: Path) -> None:
@@ -534,7 +539,7 @@ def test_server_away_then_there_then_killed_then_restarted(tmp_path: Path, serve
     [run] = client.search_runs([experiment])
     assert run.info.run_id == summary.run_id == (late / "mlflow_run_id").read_text().strip()
     assert run.info.status == "FINISHED"
-    assert history(client, run.info.run_id, "best/val/B/x") == [(1, 0.1), (2, 0.3)]
+    assert history(client, run.info.run_id, "val/B/x") == [(1, 0.1), (2, 0.3)]
 
     # there at the start, killed in the middle
     run_dir, warnings = tmp_path / "run", []
