@@ -422,6 +422,9 @@ class Nodes(Protocol):
     def stop(self) -> None:
         """End every node; may be called more than once."""
 
+    def close(self) -> None:
+        """End every node and leave what they ran on, after which no other call makes sense; may be called again."""
+
 
 class InProcess:
     """All nodes in this process, one after the other."""
@@ -476,6 +479,9 @@ class InProcess:
     def stop(self) -> None:
         self.nodes = {}
         torch.set_num_threads(self._threads)
+
+    def close(self) -> None:
+        self.stop()
 
 
 def local_device(config: RunConfig) -> torch.device:

@@ -220,6 +220,14 @@ class Rounds:
         self.ledger.go_back(self.progress.logs.get("ledger"))
         return found is not None
 
+    def at_the_end(self) -> bool:
+        """Whether the last commit is sound, and that of a run whose stages are all over; asks no node."""
+        try:
+            found = self.checkpoints.latest(agree=self._agree)
+        except CrossfedError:
+            return False
+        return found is not None and found[1]["stage"] >= len(self.stages)
+
     def _agree(self, progress: Mapping[str, Any]) -> None:
         """Raise CrossfedError where a commit's progress cannot be read or does not fit the logs."""
         try:

@@ -12,6 +12,7 @@ import functools
 import importlib.metadata
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,8 +34,8 @@ from crossfed.platform.federation import privacy
 from crossfed.platform.federation.controls import blame, check_control
 from crossfed.platform.federation.mirror import Mirror
 from crossfed.platform.federation.node import Artifacts, InProcess, Measured, NodeLost, Nodes, Plan
-from crossfed.platform.federation.rounds import HISTORY, LEDGER, Round, Rounds
-from crossfed.platform.federation.runs import CONFIG, DATA, RESULT, TRAINED, stored_config
+from crossfed.platform.federation.rounds import HISTORY, LEDGER, Round, Rounds, check_method
+from crossfed.platform.federation.runs import CONFIG, DATA, ENDING, PLACEMENT, RESULT, TRAINED, finished, stored_config
 from crossfed.platform.method import CrossfedError, Direction, Scope
 from crossfed.platform.report.recording import record, told_share, track
 from crossfed.platform.tokeniser import tokenise
@@ -136,15 +137,21 @@ def run_federation(
             f"This configuration is of a run that measured {config.evaluated.run} again and trains nothing: use "
             f"crossfed evaluate, or take the block `evaluated` out."
         )
+    check_method(method, config.method_config())
     data = PreparedData.open(resolve_data(config))
     domains = chosen_domains(config, data)
     data.verify()
+    kept = config.out.exists()
     run_dir = resume or _new_directory(config, data, name)
     if started:
         started(run_dir)
     plan = Plan(config, data.path.absolute(), domains, run_dir.absolute(), default_root().absolute())
-    with _locked(run_dir), view:
+    with _unless_refused(run_dir, resume is None, kept), _locked(run_dir), view:
         guard(run_dir, config, data, domains)
+        if resume is not None and _over(plan, finish is not None):
+            view.note(f"{run_dir} is finished: there is nothing to resume, and nothing in it was changed.")
+            result = read_json(run_dir / RESULT)
+            return RunResult(result["run_id"], run_dir, result)
         if resume is not None and config.data != stored_config(run_dir).data:
             write_text(run_dir / CONFIG, config.to_yaml())
         synthetic = "synthetic " if data.synthetic else ""
@@ -162,17 +169,24 @@ def run_federation(
             view.warn(
                 f"In one process resources.{', resources.'.join(idle)} {'does' if len(idle) == 1 else 'do'} nothing."
             )
-        mirror = _mirror(config, run_dir, view)
-        tracker = track(config, run_dir, data, domains, resume is not None, view)
-        try:
-            result = _run(plan, data, tracker, view, on_round, finish, artifacts, mirror)
-        except BaseException as error:
-            blame(error, config.control)
-            tracker.finish(*_ended(error))
-            raise
+        began = time.perf_counter()
+        with _nodes(config) as nodes:
+            rounds = Rounds(plan, nodes, lambda _: None, view.warn)
+            for line in rounds.expect():
+                view.note(f"privacy    {line}")
+            nodes.preflight(plan)  # what cannot be placed leaves no record anywhere
+            rounds.mirror = mirror = _mirror(config, run_dir, view)
+            tracker = track(config, run_dir, data, domains, resume is not None, view)
+            try:
+                result = _run(rounds, data, tracker, view, on_round, finish, artifacts, began)
+            except BaseException as error:
+                blame(error, config.control)
+                tracker.finish(*_ended(error))
+                raise
         tracker.finish("FINISHED")
         if mirror is not None:
             mirror.finish()
+        (run_dir / ENDING).unlink(missing_ok=True)
         if shown:
             _summary(view, config, result)
             for line in privacy.summary(result["privacy"]):
@@ -224,12 +238,38 @@ def _new_directory(config: RunConfig, data: PreparedData, name: str | None) -> P
 @contextlib.contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
     """One process at a time per run directory."""
-    with (run_dir / ".lock").open("w") as file:
+    with (run_dir / ".lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CrossfedError(f"{run_dir} is being run by another process.") from None
         yield
+
+
+@contextlib.contextmanager
+def _unless_refused(run_dir: Path, new: bool, out_was_there: bool) -> Iterator[None]:
+    """Take a new run's directory away again where the run is refused before its nodes are up."""
+    try:
+        yield
+    except CrossfedError:
+        if new and not (run_dir / PLACEMENT).exists():
+            shutil.rmtree(run_dir, ignore_errors=True)
+            if not out_was_there:
+                with contextlib.suppress(OSError):  # something else may be in it by now
+                    run_dir.parent.rmdir()
+        raise
+
+
+def _over(plan: Plan, tested: bool) -> bool:
+    """Whether a run is at its end: its result is there and recorded, and so is its selected state.
+
+    Args:
+        tested: whether test metrics belong to the result.
+    """
+    run_dir = plan.run_dir
+    if (run_dir / ENDING).exists() or not (finished(run_dir) if tested else (run_dir / RESULT).is_file()):
+        return False
+    return Rounds(plan, InProcess(), lambda _: None, lambda _: None).at_the_end()
 
 
 def guard(run_dir: Path, config: RunConfig, data: PreparedData, domains: tuple[str, ...]) -> None:
@@ -299,31 +339,23 @@ def make_artifacts(config: RunConfig, view: Progress) -> Artifacts:
 
 def _nodes(config: RunConfig) -> contextlib.AbstractContextManager[Nodes]:
     if config.backend == "inprocess":
-        return _closing(InProcess())
+        return contextlib.closing(InProcess())
     from crossfed.platform.federation.actors import RayNodes  # ray takes seconds to import and is not needed in process
 
     return contextlib.closing(RayNodes())
 
 
-@contextlib.contextmanager
-def _closing(nodes: InProcess) -> Iterator[Nodes]:
-    try:
-        yield nodes
-    finally:
-        nodes.stop()
-
-
 def _run(
-    plan: Plan,
+    rounds: Rounds,
     data: PreparedData,
     tracker: Tracker,
     view: Progress,
     on_round: Callable[[Round], None] | None,
     finish: Finish | None,
     artifacts: Artifacts | None,
-    mirror: Mirror | None,
+    began: float,
 ) -> dict[str, Any]:
-    began, config = time.perf_counter(), plan.config
+    plan, nodes, config = rounds.plan, rounds.nodes, rounds.config
     stage = ""
 
     def told(row: Round) -> None:
@@ -340,49 +372,45 @@ def _run(
         if on_round:
             on_round(row)
 
-    with _nodes(config) as nodes:
-        rounds = Rounds(plan, nodes, told, view.warn, mirror)
-        for line in rounds.expect():
-            view.note(f"privacy    {line}")
-        nodes.preflight(plan)
-        before = time.perf_counter()
-        if artifacts is None or not tokenise.fits(config, artifacts):
-            artifacts = make_artifacts(config, view)
-        sids = tokenise.describe(config, artifacts) if tokenise.SIDS in config.resolved.artifacts else None
-        if sids:
-            tracker.log(tokenise.metrics(sids), 0)
-        encode, lost = time.perf_counter() - before, 0
-        while True:
-            try:
-                nodes.start(plan, artifacts)
-                there = rounds.restore()
-                if config.evaluated is not None:
-                    _check_trained(rounds, config.evaluated.run, sids)
-                elif there:
-                    view.note(f"continuing after round {rounds.progress.step} of the run")
-                placement = nodes.placement()
-                write_json(plan.run_dir / "placement.json", placement)
-                rounds.run()
-                ready = time.perf_counter()
-                nodes.deadline(config.resources.round_timeout, "the final evaluation")
-                validation: dict[str, Measured] = nodes.each("evaluate", dict.fromkeys(plan.domains, ()))
-                test = finish(plan, nodes) if finish else {}
-                audit = nodes.each("audit", dict.fromkeys(plan.domains, ())) if config.evaluation.audit else {}
-                nodes.each("export", dict.fromkeys(plan.domains, ()))
-                memory: dict[str, dict[str, int | None]] = nodes.each("memory", dict.fromkeys(plan.nodes, ()))
-                break
-            except NodeLost as error:
-                if config.resources.on_failure == "fail" or lost == config.resources.max_restarts:
-                    why = f"restarted {lost} times already, resources.max_restarts"
-                    why = "resources.on_failure=fail" if config.resources.on_failure == "fail" else why
-                    raise CrossfedError(
-                        f"{error} ({why}); the last committed round stays: crossfed run --resume {plan.run_dir}"
-                    ) from error
-                lost += 1
-                view.warn(
-                    f"{error}; going back to the last committed round (restart {lost} of {config.resources.max_restarts})"
-                )
-                nodes.stop()
+    rounds.told = told
+    before = time.perf_counter()
+    if artifacts is None or not tokenise.fits(config, artifacts):
+        artifacts = make_artifacts(config, view)
+    sids = tokenise.describe(config, artifacts) if tokenise.SIDS in config.resolved.artifacts else None
+    if sids:
+        tracker.log(tokenise.metrics(sids), 0)
+    encode, lost = time.perf_counter() - before, 0
+    while True:
+        try:
+            nodes.start(plan, artifacts)
+            there = rounds.restore()
+            if config.evaluated is not None:
+                _check_trained(rounds, config.evaluated.run, sids)
+            elif there:
+                view.note(f"continuing after round {rounds.progress.step} of the run")
+            placement = nodes.placement()
+            write_json(plan.run_dir / PLACEMENT, placement)
+            rounds.run()
+            ready = time.perf_counter()
+            nodes.deadline(config.resources.round_timeout, "the final evaluation")
+            validation: dict[str, Measured] = nodes.each("evaluate", dict.fromkeys(plan.domains, ()))
+            test = finish(plan, nodes) if finish else {}
+            audit = nodes.each("audit", dict.fromkeys(plan.domains, ())) if config.evaluation.audit else {}
+            nodes.each("export", dict.fromkeys(plan.domains, ()))
+            memory: dict[str, dict[str, int | None]] = nodes.each("memory", dict.fromkeys(plan.nodes, ()))
+            break
+        except NodeLost as error:
+            if config.resources.on_failure == "fail" or lost == config.resources.max_restarts:
+                why = f"restarted {lost} times already, resources.max_restarts"
+                why = "resources.on_failure=fail" if config.resources.on_failure == "fail" else why
+                resume = f"; the last committed round stays: crossfed run --resume {plan.run_dir}"
+                raise CrossfedError(f"{error} ({why}){resume if rounds.progress.commits else '.'}") from error
+            lost += 1
+            view.warn(
+                f"{error}; going back to the last committed round (restart {lost} of {config.resources.max_restarts})"
+            )
+            nodes.stop()
+    nodes.close()
     ended = time.perf_counter()
     ledger = pd.DataFrame(
         rounds.ledger.rows(),
@@ -436,6 +464,8 @@ def _run(
         result["evaluated"] = config.evaluated.model_dump(mode="json") | executed
         executed = {key: trained[key] for key in executed if key in trained}
     result |= executed
+    with writing(plan.run_dir):
+        (plan.run_dir / ENDING).touch()
     write_json(plan.run_dir / RESULT, result)
     with writing(plan.run_dir):
         record(plan, result, rounds.history.rows(), ledger, tracker, view)
