@@ -129,11 +129,9 @@ class RayNodes:
     def preflight(self, plan: Plan) -> None:
         resources = plan.config.resources
         self.started = connect.connect(resources) or self.started
-        total = ray.cluster_resources()
-        self.shares = connect.shares(
-            resources, plan.nodes, total.get("CPU", 0.0), total.get("GPU", 0.0), connect.SERVER_RESOURCE in total
-        )
-        connect.preflight(self.shares, ray.nodes())
+        machines = ray.nodes()
+        self.shares = connect.fitted(resources, plan.nodes, machines)
+        connect.preflight(self.shares, machines, resources.placement)
 
     def start(self, plan: Plan, artifacts: Artifacts) -> None:
         resources = plan.config.resources
