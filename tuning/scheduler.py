@@ -19,7 +19,7 @@ from crossfed.platform.method import CrossfedError
 from crossfed.platform.tracking import tracker
 from crossfed.platform.tracking.tracker import Tracker
 from crossfed.tuning.placement import Slots
-from crossfed.tuning.study import QUALITY, Study, quality
+from crossfed.tuning.study import QUALITY, Study, Task, quality
 from crossfed.tuning.trial import STOPPED
 
 TIME_IS_UP = "time budget"
@@ -58,7 +58,7 @@ class Desk:
 
     def next(self) -> dict[str, Any] | None:
         """The next trial's Tune configuration."""
-        while self.halt is None and (task := self.study.next()) is not None:
+        while self.halt is None and (task := self._next()) is not None:
             base = self.slots.run
             values = {**base.config, **task.values}
             try:
@@ -81,6 +81,14 @@ class Desk:
             run = base.model_copy(update={"config": checked, "out": folder.parent, "tracking": settings})
             return self._task(task.number, run, folder.name, self.study.search.max_rounds)
         return None
+
+    def _next(self) -> Task | None:
+        """The study's next trial, after a line for every one that it had not to run."""
+        task = self.study.next()
+        for index, same in self.study.repeats:
+            self.say(f"trial {index}  has the setting of trial {same}: not run again, another is asked")
+        self.study.repeats.clear()
+        return task
 
     def _tags(self) -> dict[str, str]:
         return {"study": self.study.search.name}

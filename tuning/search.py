@@ -38,7 +38,7 @@ from crossfed.tuning.ray_tune import Interruptible, fit
 from crossfed.tuning.report import tables
 from crossfed.tuning.report.figures import save_figures
 from crossfed.tuning.scheduler import TIME_IS_UP, Desk, Finals, final_name, setting_of
-from crossfed.tuning.study import STUDY, Search, Study, differences, reason, total_rounds
+from crossfed.tuning.study import STUDY, Search, Study, differences, idle, reason, total_rounds, unreached
 
 SUMMARY = "study.json"
 UNKEPT = (OSError, SQLAlchemyError, StorageInternalError)
@@ -144,6 +144,7 @@ def go_on(study: Study, *, more: int = 0, finish: Finish | None = None, view: Pr
                 if more:
                     study.extend(more)
                 _announce(view, study, placed, data, domains)
+                _warn_of_idle(view, study)
                 artifacts = make_artifacts(base, view)
                 parent = _parent(study, view)
                 try:
@@ -185,8 +186,14 @@ def _search(desk: Desk, artifacts: Artifacts, signals: Interruptible) -> None:
         else:
             desk.halt = TIME_IS_UP
             desk.stopped()
-    if study.search.sampler == "grid" and desk.halt is None and study.left():
-        desk.say(f"grid       all {study.begun()} points were tried; --trials asked for {study.search.trials}")
+    if desk.halt is None and study.left():
+        grid = study.search.sampler == "grid"
+        told = (
+            f"grid       all {study.begun()} points were"
+            if grid
+            else f"space      no setting is left to try; {study.begun()} were"
+        )
+        desk.say(f"{told} tried; --trials asked for {study.search.trials}")
 
 
 def _announce(view: Progress, study: Study, placed: Slots, data: PreparedData, domains: Sequence[str]) -> None:
@@ -209,6 +216,23 @@ def _announce(view: Progress, study: Study, placed: Slots, data: PreparedData, d
             f"placement  {placed.cpus:g} CPUs and {placed.gpus:g} GPUs per trial",
             f"directory  {study.folder}",
         ],
+    )
+
+
+def _warn_of_idle(view: Progress, study: Study) -> None:
+    """Say which stages no trial gets to, and which searched keys can therefore not matter."""
+    stages = unreached(study.search, study.base, study.parameters)
+    keys = idle(stages, study.base, study.parameters)
+    if not keys and (not stages or study.search.max_rounds is None):
+        return
+    named = f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
+    why = f"with max_rounds={study.search.max_rounds} " if study.search.max_rounds is not None else ""
+    told = f"{why}no trial gets to {named}"
+    if keys:
+        told += f", and {', '.join(keys)}, searched here, can make no difference between trials"
+    mend = "take more --max-rounds, or " if why else ""
+    view.warn(
+        f"{told}; {mend}{'leave them out, e.g. --search ' + keys[0] + '=null' if keys else 'search nothing of it'}."
     )
 
 
@@ -318,7 +342,7 @@ def _summary(study: Study, winner: int, values: Mapping[str, Any], seeds: Sequen
         "objectives": list(study.search.objectives),
         "outcomes": {name: outcomes.count(name) for name in dict.fromkeys(outcomes)},
         "rounds": rounds,
-        "full_rounds": len(trials) * total_rounds(study.base),
+        "full_rounds": study.begun() * total_rounds(study.base),
         "winner": {"trial": winner, "config": dict(values), "values": trials[winner].values},
         "paper": {"trial": 0, "values": trials[0].values if trials[0].state.name == "COMPLETE" else None},
         "seeds": list(seeds),
