@@ -44,6 +44,8 @@ class Ask(_Unsaved, Searcher):  # type: ignore[misc]
     def suggest(self, trial_id: str) -> Any:
         found = None
         with self.desk.keeping():
+            if self.desk.halt is None and self.desk.busy():
+                return None  # Tune asks again
             found = self.desk.next()
         return found or Searcher.FINISHED
 

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from optuna.trial import TrialState
@@ -15,6 +16,7 @@ from ray.tune.experiment import Trial
 
 from crossfed.platform.config.settings import RunConfig
 from crossfed.platform.console import number, span
+from crossfed.platform.federation.runs import PLACEMENT
 from crossfed.platform.method import CrossfedError
 from crossfed.platform.tracking import tracker
 from crossfed.platform.tracking.tracker import Tracker
@@ -23,6 +25,8 @@ from crossfed.tuning.study import QUALITY, Study, Task, quality
 from crossfed.tuning.trial import STOPPED
 
 TIME_IS_UP = "time budget"
+STAGGER = 60.0
+"""Seconds that one trial has to start its processes before the next one does."""
 
 
 @dataclass(slots=True)
@@ -33,6 +37,8 @@ class Desk:
         halt: why everything shall stop, once it shall.
         latest: number -> the facts last reported.
         problem: why the books can no longer be kept, once they cannot.
+        beginning: of the trial handed out last: its number, the file that is written once its nodes
+            are up, when that was written before, and when it was handed out.
     """
 
     study: Study
@@ -46,6 +52,7 @@ class Desk:
     deadline: float | None = None
     since: float = 0.0
     problem: Exception | None = None
+    beginning: tuple[int, Path, int, float] | None = None
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
@@ -55,6 +62,20 @@ class Desk:
         except Exception as error:  # raised again once all has stopped
             self.problem = self.problem or error
             self.halt = self.halt or "the study's records could not be written"
+
+    def busy(self) -> bool:
+        """Whether the trial handed out last is still starting its processes, which another would slow down."""
+        if self.beginning is None:
+            return False
+        _, file, before, since = self.beginning
+        if _written(file) != before or time.monotonic() - since > STAGGER:
+            self.beginning = None
+        return self.beginning is not None
+
+    def _begun(self, index: int) -> None:
+        """A trial was heard of."""
+        if self.beginning is not None and self.beginning[0] == index:
+            self.beginning = None
 
     def next(self) -> dict[str, Any] | None:
         """The next trial's Tune configuration."""
@@ -94,6 +115,8 @@ class Desk:
         return {"study": self.study.search.name}
 
     def _task(self, number: int, run: RunConfig, name: str, cap: int | None) -> dict[str, Any]:
+        file = run.out / name / PLACEMENT
+        self.beginning = (number, file, _written(file), time.monotonic())
         return {
             "number": number,
             "run": run,
@@ -106,6 +129,7 @@ class Desk:
     def judge(self, trial: Trial, result: Mapping[str, Any]) -> bool:
         """Whether a trial stops after the round it reports."""
         index, facts = trial.config["number"], json.loads(result["facts"])
+        self._begun(index)
         self.latest[index] = facts
         value = quality(self.study.search.objectives[0], facts["domains"]) if facts["domains"] else None
         if not self.study.report(index, result["step"], value):
@@ -118,6 +142,7 @@ class Desk:
     def close(self, trial: Trial, result: Mapping[str, Any]) -> None:
         """A trial is over, or was stopped."""
         index = trial.config["number"]
+        self._begun(index)
         if index not in self.study.active:
             return
         self.spend()
@@ -147,6 +172,7 @@ class Desk:
 
     def lost(self, trial: Trial, reason: str) -> None:
         """A trial failed for good: its process died more often than it may."""
+        self._begun(trial.config["number"])
         self._failed(trial.config["number"], reason)
 
     def _failed(self, index: int, reason: str) -> None:
@@ -222,10 +248,12 @@ class Finals(Desk):
         return self._task(seed, run, final_name(seed), None)
 
     def judge(self, trial: Trial, result: Mapping[str, Any]) -> bool:
+        self._begun(trial.config["number"])
         return False
 
     def close(self, trial: Trial, result: Mapping[str, Any]) -> None:
         seed = trial.config["number"]
+        self._begun(seed)
         if result.get("failed"):
             self.lost(trial, str(result["failed"]))
         elif result.get("over"):
@@ -236,12 +264,21 @@ class Finals(Desk):
 
     def lost(self, trial: Trial, reason: str) -> None:
         seed = trial.config["number"]
+        self._begun(seed)
         tracker.close(self._settings(), self.study.folder / final_name(seed), "FAILED", reason, "failed")
         self.problems.append(f"final run, seed {seed}: {reason}")
         self.say(self.problems[-1])
 
     def stopped(self) -> None:
         return
+
+
+def _written(file: Path) -> int:
+    """When a file was written, in nanoseconds; 0 where it was not."""
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _lost(facts: Mapping[str, Any]) -> str:

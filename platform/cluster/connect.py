@@ -10,7 +10,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -436,14 +436,23 @@ def _take(free: list[list[float]], share: float) -> bool:
     return False
 
 
-def reserve(wanted: dict[str, Share], strategy: str, timeout: float) -> PlacementGroup:
+def reserve(
+    wanted: dict[str, Share], strategy: str, timeout: float, say: Callable[[str], None] = lambda _: None
+) -> PlacementGroup:
     """One placement group with one bundle per node, in the order of `wanted`.
+
+    Args:
+        say: told, in a sentence, where room is not there at once.
 
     Raises:
         CrossfedError: the bundles were not placed within `timeout` seconds (others hold the resources).
     """
     group = placement_group([share.bundle() for share in wanted.values()], strategy=strategy)
-    if not group.wait(timeout):
+    placed = group.wait(min(timeout, 5.0))
+    if not placed and timeout > 5.0:
+        say(f"actors     waiting up to {timeout:g} s for room that others hold; free now: {free()}")
+        placed = group.wait(timeout - 5.0)
+    if not placed:
         remove_placement_group(group)
         asked = ", ".join(f"{name} {share.cpus:g}" for name, share in wanted.items())
         raise CrossfedError(

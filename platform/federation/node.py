@@ -396,8 +396,8 @@ class Nodes(Protocol):
     def preflight(self, plan: Plan) -> None:
         """Refuse, before anything is computed, what cannot be placed."""
 
-    def start(self, plan: Plan, artifacts: Artifacts) -> None:
-        """Build every node and its initial state."""
+    def start(self, plan: Plan, artifacts: Artifacts, say: Callable[[str], None] = lambda _: None) -> None:
+        """Build every node and its initial state; `say` is told, in a line, what is being waited for."""
 
     def deadline(self, seconds: float, what: str) -> None:
         """From now on, all that is asked of the nodes must be done within so many seconds; `what` it is, in words."""
@@ -436,7 +436,8 @@ class InProcess:
     def preflight(self, plan: Plan) -> None:
         local_device(plan.config)
 
-    def start(self, plan: Plan, artifacts: Artifacts) -> None:
+    def start(self, plan: Plan, artifacts: Artifacts, say: Callable[[str], None] = lambda _: None) -> None:
+        say(f"nodes      {len(plan.nodes)} in this process load their data")
         device = local_device(plan.config)
         self.nodes = {name: Node(plan, name, device) for name in plan.nodes}
         sizes = {name: node.prepare(artifacts.get(name, {})) for name, node in self.nodes.items()}

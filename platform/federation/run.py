@@ -382,7 +382,7 @@ def _run(
     encode, lost = time.perf_counter() - before, 0
     while True:
         try:
-            nodes.start(plan, artifacts)
+            nodes.start(plan, artifacts, view.note)
             there = rounds.restore()
             if config.evaluated is not None:
                 _check_trained(rounds, config.evaluated.run, sids)
@@ -390,6 +390,8 @@ def _run(
                 view.note(f"continuing after round {rounds.progress.step} of the run")
             placement = nodes.placement()
             write_json(plan.run_dir / PLACEMENT, placement)
+            if rounds.progress.stage < len(rounds.stages):
+                view.note(f"begins     {rounds.upcoming()}; a line follows when it is over")
             rounds.run()
             ready = time.perf_counter()
             nodes.deadline(config.resources.round_timeout, "the final evaluation")
