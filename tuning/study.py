@@ -24,6 +24,7 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_valid
 from crossfed.platform.config.settings import RunConfig, Settings, first_error
 from crossfed.platform.method import CrossfedError, stage_keys
 from crossfed.platform.tracking.tracker import redact
+from crossfed.platform.uris import sqlite_path, sqlite_uri
 from crossfed.tuning.space import Choice, Parameter, grid, read, sample, space, with_first
 
 STUDY = "study.yaml"
@@ -311,7 +312,7 @@ class Study:
             raise CrossfedError(
                 f"The study's folder {folder} cannot be made: {error.strerror}; choose another --out or --study."
             ) from error
-        storage = search.storage or f"sqlite:///{folder / DATABASE}"
+        storage = search.storage or sqlite_uri(folder / DATABASE)
         directions: list[Literal["minimize", "maximize"]] = [
             "minimize" if name in COSTS else "maximize" for name in search.objectives
         ]
@@ -372,7 +373,7 @@ class Study:
             raise CrossfedError(
                 f"{folder / DATABASE}, which holds the study's trials, is missing; restore it or start another study."
             )
-        storage = search.storage or f"sqlite:///{folder.absolute() / DATABASE}"
+        storage = search.storage or sqlite_uri(folder / DATABASE)
         try:
             kept = optuna.load_study(storage=storage, study_name=search.name)
             kept.get_trials(deepcopy=False)
@@ -619,10 +620,11 @@ class Study:
 
 def _absolute(storage: str) -> str:
     """A SQLite file by its full path, so that the study is found from wherever it goes on."""
-    path = storage.removeprefix("sqlite:///")
-    if storage.startswith("sqlite:") and (path == storage or not path):
+    if not storage.startswith("sqlite:"):
+        return storage
+    if (path := sqlite_path(storage)) is None:
         raise CrossfedError(f"The storage {storage} names no file; write sqlite:///PATH.")
-    return storage if path == storage else f"sqlite:///{Path(path).absolute()}"
+    return sqlite_uri(path)
 
 
 def _unusable(storage: str, error: Exception) -> CrossfedError:

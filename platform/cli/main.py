@@ -356,20 +356,21 @@ def ui(
 ) -> None:
     """Open the MLflow UI on the runs' store, on the loopback interface only."""
     from crossfed.platform.tracking.tracker import TrackingSettings, resolve_uri
+    from crossfed.platform.uris import file_uri, sqlite_path
 
     store = resolve_uri(TrackingSettings(uri=uri), out)
     if store.startswith("http"):
         raise CrossfedError(f"{store} is an MLflow server with a UI of its own; open it in a browser.")
-    database = Path(store.removeprefix("sqlite:///"))
-    if not database.exists():
+    database = sqlite_path(store) if store.startswith("sqlite") else None
+    if database is not None and not database.exists():
         raise CrossfedError(
             f"There is no tracking database {database}; start a run first, or name the folder with --out."
         )
     typer.echo(f"MLflow UI on http://127.0.0.1:{port} (Ctrl-C ends it)")
-    artifacts = (database.parent / "mlartifacts").absolute()
+    artifacts = file_uri((database.parent if database is not None else out) / "mlartifacts")
     server = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    os.execv(sys.executable, [*server, "--backend-store-uri", store, "--default-artifact-root", artifacts.as_uri()])
+    os.execv(sys.executable, [*server, "--backend-store-uri", store, "--default-artifact-root", artifacts])
 
 
 @app.command()

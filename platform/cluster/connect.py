@@ -24,6 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 
 from crossfed.platform.config.settings import Resources
 from crossfed.platform.method import SERVER, CrossfedError
+from crossfed.platform.uris import home
 
 SERVER_RESOURCE = "crossfed_server"
 """Ray's custom resource by which machines are set aside for server actors (cluster.yaml gives it to the head)."""
@@ -200,8 +201,9 @@ def token_source() -> str | None:
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         if os.environ.get(name):
             return name
-    path = Path.home() / ".ray" / "auth_token"
-    return str(path) if path.exists() else None
+    folder = home()
+    path = folder and folder / ".ray" / "auth_token"
+    return str(path) if path and path.exists() else None
 
 
 def refused() -> str:
