@@ -76,7 +76,9 @@ def doctor(
 def submit(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="After --: a crossfed run or tune, e.g. -- run fedcrf --data /mnt/x --out /mnt/runs."),
+        typer.Argument(
+            help="After --: run, tune, evaluate, report … with their options, as in: -- run fedcrf --data /mnt/x --out /mnt/runs."
+        ),
     ] = None,
     address: Annotated[
         str | None,
