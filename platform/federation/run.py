@@ -37,6 +37,7 @@ from crossfed.platform.federation.node import Artifacts, InProcess, Measured, No
 from crossfed.platform.federation.rounds import HISTORY, LEDGER, Round, Rounds, check_method
 from crossfed.platform.federation.runs import CONFIG, DATA, ENDING, PLACEMENT, RESULT, TRAINED, finished, stored_config
 from crossfed.platform.method import CrossfedError, Direction, Scope
+from crossfed.platform.registry import method_name
 from crossfed.platform.report.recording import record, told_share, track
 from crossfed.platform.tokeniser import tokenise
 from crossfed.platform.tracking.spool import RUN_ID
@@ -215,7 +216,7 @@ def _ended(error: BaseException) -> tuple[Status, str, str]:
 def run_name(config: RunConfig) -> str:
     """A new name for a run: method, control, seed, the protocol of a second measurement, time."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    method = re.sub(r"[^A-Za-z0-9]+", "_", config.method)
+    method = re.sub(r"[^A-Za-z0-9]+", "_", method_name(config.method))
     control = "" if config.control == "none" else f"-{config.control}"
     again = "" if config.evaluated is None else f"-{config.evaluation.protocol}"
     return f"{method}{control}-s{config.seed}{again}-{stamp}-{secrets.token_hex(2)}"
@@ -420,7 +421,7 @@ def _run(
     )
     result = {
         "run_id": plan.run_dir.name,
-        "method": config.method,
+        "method": method_name(config.method),
         "scope": str(config.resolved.scope),
         "preset": config.preset,
         "control": config.control,
@@ -448,6 +449,8 @@ def _run(
         "bytes": _bytes(ledger, plan.domains),
         "privacy": rounds.accountant.report(rounds.ledger.rows(), rounds.progress.budget_stops),
     } | ({"tokeniser": sids} if sids else {})
+    if ":" in config.method:
+        result["method_from"] = config.method
     executed: dict[str, Any] = {
         "seconds": {
             "total": ended - began,

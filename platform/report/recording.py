@@ -13,6 +13,7 @@ from crossfed.platform.data.store import PreparedData
 from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.federation.node import Plan
 from crossfed.platform.federation.runs import CONFIG, DATA, RESULT
+from crossfed.platform.registry import method_name
 from crossfed.platform.report import figures
 from crossfed.platform.report.automatic import run_analyses
 from crossfed.platform.tokeniser import tokenise
@@ -53,7 +54,7 @@ def track(
         run_dir.name,
         _params(config),
         {
-            "method": config.method,
+            "method": method_name(config.method),
             "seed": str(config.seed),
             "protocol": config.evaluation.protocol,
             "data": data.path.name,
