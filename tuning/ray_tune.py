@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import threading
@@ -118,6 +119,10 @@ def _cause(trial: Trial) -> str:
     return lines[-1] if "ray::" in lines[0] else lines[0]
 
 
+ROUND = 4.0
+"""Seconds that a running round has after SIGTERM."""
+
+
 class Interruptible:
     """Ctrl-C and SIGTERM end a search between two rounds, and at once where none goes on or when they come again.
 
@@ -129,6 +134,7 @@ class Interruptible:
         self.warn = warn
         self.desk: Desk | None = None
         self.before: dict[int, Any] = {}
+        self.again: threading.Timer | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -136,13 +142,21 @@ class Interruptible:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.again is not None:
+            self.again.cancel()
         for which, handler in self.before.items():
             signal.signal(which, handler)
 
-    def _halt(self, _signal: int, _frame: FrameType | None) -> None:
+    def _halt(self, which: int, _frame: FrameType | None) -> None:
         if self.desk is None or self.desk.halt is not None:
             raise KeyboardInterrupt
         self.desk.halt = "interrupted"
+        if which == signal.SIGTERM:  # of a batch system, which kills soon
+            self.again = threading.Timer(ROUND, os.kill, (os.getpid(), signal.SIGTERM))
+            self.again.daemon = True
+            self.again.start()
+            self.warn(f"Interrupted: trials whose round is not over in {ROUND:g} s end without it.")
+            return
         self.warn("Interrupted: running trials end after their round; once more ends them now.")
 
 

@@ -29,6 +29,7 @@ from crossfed.platform.federation.node import Artifacts, Plan
 from crossfed.platform.federation.run import Finish, chosen_domains, make_artifacts, resolve_data
 from crossfed.platform.federation.runs import RESULT
 from crossfed.platform.method import CrossfedError
+from crossfed.platform.registry import method_name
 from crossfed.platform.report.recording import told_share
 from crossfed.platform.tracking import tracker
 from crossfed.platform.tracking.spool import RUN_ID
@@ -38,9 +39,8 @@ from crossfed.tuning.ray_tune import Interruptible, fit
 from crossfed.tuning.report import tables
 from crossfed.tuning.report.figures import save_figures
 from crossfed.tuning.scheduler import TIME_IS_UP, Desk, Finals, final_name, setting_of
-from crossfed.tuning.study import STUDY, Search, Study, differences, idle, reason, total_rounds, unreached
+from crossfed.tuning.study import STUDY, SUMMARY, Search, Study, differences, idle, reason, total_rounds, unreached
 
-SUMMARY = "study.json"
 UNKEPT = (OSError, SQLAlchemyError, StorageInternalError)
 
 # read by Tune when a search starts
@@ -264,7 +264,7 @@ def _parent(study: Study, view: Progress) -> Tracker:
         {
             "role": "study",
             "study": search.name,
-            "method": base.method,
+            "method": method_name(base.method),
             "protocol": base.evaluation.protocol,
             "data": str(study.optuna.user_attrs["data"]),
             "metric": base.evaluation.select,
@@ -335,7 +335,7 @@ def _summary(study: Study, winner: int, values: Mapping[str, Any], seeds: Sequen
     rounds = sum(trial.user_attrs.get("rounds", 0) for trial in trials)
     summary = {
         "study": study.search.name,
-        "method": study.base.method,
+        "method": method_name(study.base.method),
         "data": study.optuna.user_attrs["data"],
         "protocol": study.base.evaluation.protocol,
         "metric": metric,

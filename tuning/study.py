@@ -23,12 +23,14 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_valid
 
 from crossfed.platform.config.settings import RunConfig, Settings, first_error
 from crossfed.platform.method import CrossfedError, stage_keys
+from crossfed.platform.registry import method_name
 from crossfed.platform.tracking.tracker import redact
 from crossfed.platform.uris import sqlite_path, sqlite_uri
 from crossfed.tuning.space import Choice, Parameter, grid, read, sample, space, with_first
 
 STUDY = "study.yaml"
 DATABASE = "optuna.db"
+SUMMARY = "study.json"
 QUALITY = ("mean", "worst")
 COSTS = ("epsilon", "bytes")
 REPEATS = "repeats"
@@ -327,7 +329,7 @@ class Study:
         study = cls(folder, search, base, declared, made)
         metric = base.evaluation.select
         told = {
-            "method": base.method,
+            "method": method_name(base.method),
             "data": data,
             "data_fingerprint": fingerprint,
             "protocol": base.evaluation.protocol,
@@ -463,6 +465,10 @@ class Study:
     def left(self) -> int:
         """How many trials are still to be run, interrupted ones included."""
         return max(0, self.search.trials - self.begun()) + len(self.trials(TrialState.RUNNING))
+
+    def over(self) -> bool:
+        """Whether the study came to its end: no trial was left running, and its summary is there."""
+        return not self.trials(TrialState.RUNNING) and (self.folder / SUMMARY).is_file()
 
     def next(self) -> Task | None:
         """The next trial: first those that an earlier process left, then new ones; None when all were handed out."""

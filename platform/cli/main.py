@@ -6,11 +6,9 @@ import atexit
 import contextlib
 import importlib.metadata
 import os
-import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +21,7 @@ from crossfed.platform.cli.cluster import cluster_app, doctor, submit
 from crossfed.platform.cli.evaluate import evaluate
 from crossfed.platform.cli.recommend import recommend
 from crossfed.platform.cli.tune import tune_all, tune_app
+from crossfed.platform.endings import own_process, terminable
 from crossfed.platform.method import CrossfedError, Release, Scope
 
 if TYPE_CHECKING:
@@ -178,28 +177,19 @@ def run(
                 "tracking.require": require_tracking or None,
             },
         )
+
+    def hint() -> str:
+        where = started[0] if started else None
+        return f"What was committed stays: crossfed run --resume {where}" if where else ""
+
+    ending = terminable(hint)
     try:
-        with terminable():
+        with ending:
             result = run_federation(config, resume=run_dir, view=view, finish=test_once, started=started.append)
     except KeyboardInterrupt:
-        where = started[0] if started else None
-        hint = f" What was committed stays: crossfed run --resume {where}" if where else ""
-        typer.echo(f"Interrupted.{hint}", err=True)
+        ending.tell()
         raise typer.Exit(130) from None
     typer.echo(f"{result.run_dir / 'result.json'}")
-
-
-class terminable:
-    """Let SIGTERM end a run the way Ctrl-C does, so that actors and the tracker are closed."""
-
-    def __enter__(self) -> None:
-        def interrupt(_signal: int, _frame: FrameType | None) -> None:
-            raise KeyboardInterrupt
-
-        self.before = signal.signal(signal.SIGTERM, interrupt)
-
-    def __exit__(self, *_: Any) -> None:
-        signal.signal(signal.SIGTERM, self.before)
 
 
 @app.command()
@@ -355,6 +345,7 @@ def ui(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port on the loopback interface.")] = 5000,
 ) -> None:
     """Open the MLflow UI on the runs' store, on the loopback interface only."""
+    from crossfed.platform.tracking import abandoned
     from crossfed.platform.tracking.tracker import TrackingSettings, resolve_uri
     from crossfed.platform.uris import file_uri, sqlite_path
 
@@ -366,6 +357,8 @@ def ui(
         raise CrossfedError(
             f"There is no tracking database {database}; start a run first, or name the folder with --out."
         )
+    if left := abandoned.close(out, store):
+        typer.echo(abandoned.told(left, out))
     typer.echo(f"MLflow UI on http://127.0.0.1:{port} (Ctrl-C ends it)")
     artifacts = file_uri((database.parent if database is not None else out) / "mlartifacts")
     server = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
@@ -437,6 +430,7 @@ def entry() -> None:
 
     Ray's threads can crash an interpreter that ends in the middle of Ray's start; all is told and saved by then.
     """
+    own_process()
     try:
         main()
     except SystemExit as ended:

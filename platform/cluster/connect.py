@@ -77,7 +77,7 @@ def connect(resources: Resources) -> bool:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         AuthenticationTokenLoader.instance().reset_cache()  # an attempt to join may have found none
     try:
-        with _no_address(), _loopback(), _terminable():
+        with _no_address(), _loopback(), _apart(), _terminable():
             ray.init(address="local", include_dashboard=False, **quiet)  # without it, what `ray start` left is joined
     except Exception as error:  # Ray raises nothing narrower where its processes do not come up in time
         reason = str(error).splitlines()[0]
@@ -233,6 +233,22 @@ def _loopback() -> Iterator[None]:
             del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
         else:
             os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = kept
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Start Ray's processes in a process group of their own: a signal to ours is for this process, which ends them."""
+
+    class Apart(services.ConsolePopen):  # type: ignore[misc]
+        def __init__(self, *given: Any, **named: Any):
+            super().__init__(*given, **{**named, "process_group": 0})
+
+    kept = services.ConsolePopen
+    services.ConsolePopen = Apart
+    try:
+        yield
+    finally:
+        services.ConsolePopen = kept
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from crossfed.platform.config.settings import Resources
 from crossfed.platform.doctor import probe
 from crossfed.platform.doctor.judge import Report, Wanted
 from crossfed.platform.method import SERVER, CrossfedError
+from crossfed.platform.tracking import abandoned
 from crossfed.platform.tracking.tracker import TrackingSettings, redact, resolve_uri
 
 PATIENCE = 45.0
@@ -54,7 +55,9 @@ def examine(
     started = connect.connect(Resources(address=address))
     try:
         set_aside = connect.SERVER_RESOURCE in ray.cluster_resources()
-        wanted = Wanted(out, tracking, encoder, require_tracking, set_aside, *_actors(domains))
+        wanted = Wanted(
+            out, tracking, encoder, require_tracking, set_aside, *_actors(domains), _interrupted(out, tracking_uri)
+        )
         return _ask(wanted, patience), wanted
     finally:
         if started:
@@ -75,6 +78,14 @@ def _actors(domains: int) -> tuple[str, str]:
     except CrossfedError as error:
         return told, str(error)
     return f"{told}; free now: {connect.free()}", ""
+
+
+def _interrupted(out: str, tracking_uri: str | None) -> str:
+    """Runs and studies in a folder here that nobody works on, though MLflow has them as running; recorded so."""
+    if "://" in out or not Path(out).is_dir():
+        return ""
+    left = abandoned.close(Path(out), tracking_uri)
+    return abandoned.told(left, Path(out)) if left else ""
 
 
 def _ask(wanted: Wanted, patience: float) -> list[Report]:

@@ -35,6 +35,7 @@ class Wanted:
         set_aside: a machine is set aside for server actors.
         actors: what a run's actors would reserve, in words; empty where nobody asked the cluster.
         shortage: why they fit no machines of this cluster, in words; empty where they do.
+        interrupted: runs and studies whose process ended without a word, in words; empty where there are none.
     """
 
     out: str
@@ -44,6 +45,7 @@ class Wanted:
     set_aside: bool = False
     actors: str = ""
     shortage: str = ""
+    interrupted: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +308,14 @@ def _actors(_: Sequence[Report], wanted: Wanted) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _runs(_: Sequence[Report], wanted: Wanted) -> Iterator[Finding]:
+    if wanted.interrupted:
+        yield Finding(
+            "warning", "runs", "this process", wanted.interrupted,
+            "crossfed run --resume RUN or crossfed tune resume STUDY goes on; MLflow has them as killed until then",
+        )  # fmt: skip
+
+
 def _fine(rows: Sequence[Report], wanted: Wanted) -> dict[Callable[..., Any], str]:
     """What is told of a subject about which nothing is wrong."""
     machines, first = _machines(rows), rows[0]
@@ -326,6 +336,7 @@ def _fine(rows: Sequence[Report], wanted: Wanted) -> dict[Callable[..., Any], st
         _disk: least.get("disk", ""),
         _memory: least.get("memory", ""),
         _actors: wanted.actors,
+        _runs: "none was left without an end",
         _placement: "a machine is set aside for server actors" if wanted.set_aside else "any machine takes any actor",
     }
 

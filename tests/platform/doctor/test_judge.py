@@ -50,7 +50,7 @@ def test_a_sound_cluster_passes() -> None:
     assert can_start(found) and {finding.severity for finding in found} == {"ok"}
     assert [finding.subject for finding in found] == [
         "versions", "gpus", "storage", "mlflow", "encoder", "authentication", "clock", "disk", "memory", "actors",
-        "placement",
+        "runs", "placement",
     ]  # fmt: skip
     assert found[0].text == "Python 3.11.14, crossfed 0.1.0, ray 2.60.0, torch 2.13.0"
     assert found[1].text == "2, seen by Ray and by torch" and not any(finding.mend for finding in found)
