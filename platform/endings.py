@@ -18,12 +18,22 @@ PATIENCE = 7.0
 """Seconds that a command has from the first SIGTERM on to end in order."""
 
 _program = False
+_current: terminable | None = None
 
 
 def own_process() -> None:
     """Say that this process runs a command and nothing else, and may be ended with it."""
     global _program
     _program = True
+
+
+def give_up_later() -> None:
+    """End this program `PATIENCE` seconds from now, whatever it waits for then.
+
+    For who handles SIGTERM in place of the `terminable` around it.
+    """
+    if _current is not None:
+        _current.give_up_later()
 
 
 class terminable:
@@ -37,14 +47,15 @@ class terminable:
     """
 
     def __init__(self, hint: Callable[[], str]):
-        self._hint, self._once, self._told = hint, threading.Lock(), False
+        self._hint, self._once, self._said = hint, threading.Lock(), False
 
     def __enter__(self) -> None:
         def interrupt(_signal: int, _frame: FrameType | None) -> None:
             self.give_up_later()
             raise KeyboardInterrupt
 
-        self._before = signal.signal(signal.SIGTERM, interrupt)
+        global _current
+        _current, self._before = self, signal.signal(signal.SIGTERM, interrupt)
 
     def __exit__(self, *_: Any) -> None:
         signal.signal(signal.SIGTERM, self._before)
@@ -52,8 +63,8 @@ class terminable:
     def tell(self) -> None:
         """Say that the command was interrupted, and how to go on; once."""
         with self._once:
-            if not self._told:
-                self._told = True
+            if not self._said:
+                self._said = True
                 sys.stderr.write(f"Interrupted. {self._hint()}".rstrip() + "\n")
                 sys.stderr.flush()
 

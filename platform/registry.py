@@ -57,8 +57,8 @@ def find_method(name: str) -> Method:
     except (ModuleNotFoundError, AttributeError) as error:
         raise CrossfedError(f"Method {name!r} cannot be loaded: {error}.") from error
     except Exception as error:  # a module of the user's own may raise anything
-        told = f"{type(error).__name__}: {error}"
-        raise CrossfedError(f"Method {name!r} cannot be loaded: {told.rstrip('.')}{at(error)}.") from error
+        words = f"{type(error).__name__}: {error}".rstrip(".")
+        raise CrossfedError(f"Method {name!r} cannot be loaded: {words}{at(error)}.") from error
     if not isinstance(found, Method):
         raise CrossfedError(f"{module}:{attribute} is a {type(found).__name__}, not a crossfed.platform.method.Method.")
     for part, needed in _PARTS.items():
@@ -93,8 +93,9 @@ def at(error: BaseException, files: Collection[str] = ()) -> str:
     if isinstance(error, SyntaxError):
         return f" ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
-    told = next((frame for frame in reversed(frames) if frame.filename in files), frames[-1] if frames else None)
-    return f" ({told.filename}, line {told.lineno})" if told else ""
+    last = frames[-1] if frames else None
+    frame = next((one for one in reversed(frames) if one.filename in files), last)
+    return f" ({frame.filename}, line {frame.lineno})" if frame else ""
 
 
 def method_name(name: str) -> str:

@@ -20,6 +20,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import ConcurrencyLimiter, Searcher
 
+from crossfed.platform.endings import give_up_later
 from crossfed.platform.federation.node import Artifacts
 from crossfed.platform.federation.run import Finish
 from crossfed.tuning.scheduler import TIME_IS_UP, Desk
@@ -155,6 +156,7 @@ class Interruptible:
             self.again = threading.Timer(ROUND, os.kill, (os.getpid(), signal.SIGTERM))
             self.again.daemon = True
             self.again.start()
+            give_up_later()
             self.warn(f"Interrupted: trials whose round is not over in {ROUND:g} s end without it.")
             return
         self.warn("Interrupted: running trials end after their round; once more ends them now.")

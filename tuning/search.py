@@ -188,12 +188,12 @@ def _search(desk: Desk, artifacts: Artifacts, signals: Interruptible) -> None:
             desk.stopped()
     if desk.halt is None and study.left():
         grid = study.search.sampler == "grid"
-        told = (
+        tried = (
             f"grid       all {study.begun()} points were"
             if grid
             else f"space      no setting is left to try; {study.begun()} were"
         )
-        desk.say(f"{told} tried; --trials asked for {study.search.trials}")
+        desk.say(f"{tried} tried; --trials asked for {study.search.trials}")
 
 
 def _announce(view: Progress, study: Study, placed: Slots, data: PreparedData, domains: Sequence[str]) -> None:
@@ -227,12 +227,12 @@ def _warn_of_idle(view: Progress, study: Study) -> None:
         return
     named = f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
     why = f"with max_rounds={study.search.max_rounds} " if study.search.max_rounds is not None else ""
-    told = f"{why}no trial gets to {named}"
+    warning = f"{why}no trial gets to {named}"
     if keys:
-        told += f", and {', '.join(keys)}, searched here, can make no difference between trials"
+        warning += f", and {', '.join(keys)}, searched here, can make no difference between trials"
     mend = "take more --max-rounds, or " if why else ""
     view.warn(
-        f"{told}; {mend}{'leave them out, e.g. --search ' + keys[0] + '=null' if keys else 'search nothing of it'}."
+        f"{warning}; {mend}{'leave them out, e.g. --search ' + keys[0] + '=null' if keys else 'search nothing of it'}."
     )
 
 

@@ -358,7 +358,7 @@ def ui(
             f"There is no tracking database {database}; start a run first, or name the folder with --out."
         )
     if left := abandoned.close(out, store):
-        typer.echo(abandoned.told(left, out))
+        typer.echo(abandoned.sentence(left, out))
     typer.echo(f"MLflow UI on http://127.0.0.1:{port} (Ctrl-C ends it)")
     artifacts = file_uri((database.parent if database is not None else out) / "mlartifacts")
     server = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]

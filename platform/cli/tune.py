@@ -354,8 +354,8 @@ def show(name: Name, out: OutOption = Path("runs")) -> None:
     from crossfed.platform.tracking import abandoned
 
     study = _study().Study.open(_study().find_study(name, out))
-    abandoned.close(study.folder.parent, study.base.tracking.uri, study.folder)
     if not abandoned.in_use(study.folder) and not study.over():
+        abandoned.close(study.folder.parent, study.base.tracking.uri, study.folder)
         typer.echo(f"interrupted: nobody works on this study; crossfed tune resume {study.folder} goes on with it")
     _console().print(importlib.import_module("crossfed.tuning.report.tables").show(study.optuna))
     summary = study.folder / "study.json"

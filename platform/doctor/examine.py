@@ -70,14 +70,14 @@ def _actors(domains: int) -> tuple[str, str]:
     machines: list[dict[str, Any]] = ray.nodes()
     wanted = connect.fitted(Resources(), names, machines)
     share, server = wanted[names[-1]], wanted[SERVER]
-    told = (
+    actors = (
         f"a server with {server.cpus:g} CPUs, {domains} domains with {share.cpus:g} CPUs and {share.gpus:g} GPUs each"
     )
     try:
         connect.preflight(wanted, machines)
     except CrossfedError as error:
-        return told, str(error)
-    return f"{told}; free now: {connect.free()}", ""
+        return actors, str(error)
+    return f"{actors}; free now: {connect.free()}", ""
 
 
 def _interrupted(out: str, tracking_uri: str | None) -> str:
@@ -85,7 +85,7 @@ def _interrupted(out: str, tracking_uri: str | None) -> str:
     if "://" in out or not Path(out).is_dir():
         return ""
     left = abandoned.close(Path(out), tracking_uri)
-    return abandoned.told(left, Path(out)) if left else ""
+    return abandoned.sentence(left, Path(out)) if left else ""
 
 
 def _ask(wanted: Wanted, patience: float) -> list[Report]:

@@ -30,7 +30,7 @@ from crossfed.platform.data import synthetic
 from crossfed.platform.data.artifacts import ArtifactStore, default_root
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.federation import mirror as storage
-from crossfed.platform.federation import privacy
+from crossfed.platform.federation import pace, privacy
 from crossfed.platform.federation.controls import blame, check_control
 from crossfed.platform.federation.mirror import Mirror
 from crossfed.platform.federation.node import Artifacts, InProcess, Measured, NodeLost, Nodes, Plan
@@ -142,12 +142,12 @@ def run_federation(
     data = PreparedData.open(resolve_data(config))
     domains = chosen_domains(config, data)
     data.verify()
-    kept = config.out.exists()
+    out_was_there = config.out.exists()
     run_dir = resume or _new_directory(config, data, name)
     if started:
         started(run_dir)
     plan = Plan(config, data.path.absolute(), domains, run_dir.absolute(), default_root().absolute())
-    with _unless_refused(run_dir, resume is None, kept), _locked(run_dir), view:
+    with _unless_refused(run_dir, resume is None, out_was_there), _locked(run_dir), view:
         guard(run_dir, config, data, domains)
         if resume is not None and _over(plan, finish is not None):
             view.note(f"{run_dir} is finished: there is nothing to resume, and nothing in it was changed.")
@@ -392,6 +392,8 @@ def _run(
             placement = nodes.placement()
             write_json(plan.run_dir / PLACEMENT, placement)
             if rounds.progress.stage < len(rounds.stages):
+                if length := pace.announcement(config, _interactions(data, plan), _cores(plan, placement)):
+                    view.note(f"time       {length}")
                 view.note(f"begins     {rounds.upcoming()}; a line follows when it is over")
             rounds.run()
             ready = time.perf_counter()
@@ -475,6 +477,18 @@ def _run(
     with writing(plan.run_dir):
         record(plan, result, rounds.history.rows(), ledger, tracker, view)
     return result
+
+
+def _interactions(data: PreparedData, plan: Plan) -> int:
+    """The interactions of a run's domains."""
+    return sum(int(data.manifest["domains"][name]["interactions"]) for name in plan.domains)
+
+
+def _cores(plan: Plan, placement: Mapping[str, Mapping[str, Any]]) -> float:
+    """How many cores compute for a run's domains: in one process one after the other, else each on its share."""
+    if plan.config.backend == "inprocess":
+        return 1.0
+    return sum(min(1.0, float(placement[name]["cpus"])) for name in plan.domains)
 
 
 def _check_trained(rounds: Rounds, run: str, sids: Mapping[str, Any] | None) -> None:

@@ -10,6 +10,7 @@ import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
+from crossfed.platform.federation.runs import ENDING, RESULT
 from crossfed.platform.method import CrossfedError
 from crossfed.platform.tracking import tracker
 from crossfed.platform.tracking.spool import RUN_ID
@@ -31,11 +32,14 @@ def in_use(folder: Path) -> bool:
     return False
 
 
-def _recorded(out: Path) -> Iterator[tuple[str, Path]]:
-    """MLflow run id and folder of every run, study and trial below a folder."""
+def _open(out: Path) -> Iterator[Path]:
+    """Folders of recorded runs, studies and trials that show no end, and that nobody works on."""
     for pattern in (f"*/{RUN_ID}", f"*/*/{RUN_ID}"):
         for path in sorted(out.glob(pattern)):
-            yield path.read_text(encoding="utf-8").strip(), path.parent
+            folder = path.parent
+            over = (folder / RESULT).is_file() and not (folder / ENDING).exists()
+            if not over and not in_use(folder):
+                yield folder
 
 
 def close(out: Path, uri: str | None = None, below: Path | None = None) -> list[Path]:
@@ -49,6 +53,9 @@ def close(out: Path, uri: str | None = None, below: Path | None = None) -> list[
         The folders of what was closed; nothing where there is no store, or it does not answer.
     """
     settings = TrackingSettings(uri=uri)
+    candidates = [folder for folder in _open(out) if below is None or below in (folder, folder.parent)]
+    if not candidates:
+        return []
     try:
         store = resolve_uri(settings, out)
         if store.startswith("sqlite") and not (sqlite_path(store) or Path()).is_file():
@@ -59,17 +66,13 @@ def close(out: Path, uri: str | None = None, below: Path | None = None) -> list[
         ids = {run.info.run_id for run in running}
     except CrossfedError:
         return []
-    left = [
-        folder
-        for run_id, folder in _recorded(out)
-        if run_id in ids and (below is None or folder == below or folder.parent == below) and not in_use(folder)
-    ]
+    left = [folder for folder in candidates if (folder / RUN_ID).read_text(encoding="utf-8").strip() in ids]
     for folder in left:
         tracker.close(settings.model_copy(update={"uri": store}), folder, "KILLED", REASON, "interrupted")
     return left
 
 
-def told(folders: list[Path], out: Path) -> str:
+def sentence(folders: list[Path], out: Path) -> str:
     """What was closed, in words."""
     names = ", ".join(str(folder.relative_to(out)) for folder in folders[:5])
     more = f" and {len(folders) - 5} more" if len(folders) > 5 else ""

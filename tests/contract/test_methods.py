@@ -90,7 +90,7 @@ def test_every_cited_equation_occurs_in_the_methods_test(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_its_yaml_builds_with_every_preset_and_its_space_is_valid(name: str) -> None:
     shipped = method_file(name)
-    assert set(shipped) <= {"config", "presets", "search", "local"}
+    assert set(shipped) <= {"config", "presets", "search", "local", "pace"}
     for preset in [None, *shipped.get("presets", {})]:
         config = build(name, preset=preset)
         check_method(config.resolved, config.method_config())

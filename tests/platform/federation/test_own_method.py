@@ -144,7 +144,7 @@ def test_the_line_is_the_methods_own_where_a_library_raised(shops: Path, tmp_pat
     method = replace(toys.FRAGILE, stages=lambda c: (toys.Stage("walk", 1, (toys.Phase(step),)),))
     monkeypatch.setattr(toys, "FRAGILE", method)
     with pytest.raises(
-        CrossfedError, match=rf"step raised RuntimeError: .* \({__file__}, line {step.__code__.co_firstlineno + 3}\)"
+        CrossfedError, match=rf"step raised ValueError: .* \({__file__}, line {step.__code__.co_firstlineno + 3}\)"
     ):
         run_federation(fragile(shops, tmp_path))
 
