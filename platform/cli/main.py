@@ -7,6 +7,7 @@ import contextlib
 import importlib.metadata
 import os
 import sys
+import tempfile
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -347,7 +348,7 @@ def ui(
     """Open the MLflow UI on the runs' store, on the loopback interface only."""
     from crossfed.platform.tracking import abandoned
     from crossfed.platform.tracking.tracker import TrackingSettings, resolve_uri
-    from crossfed.platform.uris import file_uri, sqlite_path
+    from crossfed.platform.uris import file_uri, home, sqlite_path
 
     store = resolve_uri(TrackingSettings(uri=uri), out)
     if store.startswith("http"):
@@ -363,6 +364,8 @@ def ui(
     artifacts = file_uri((database.parent if database is not None else out) / "mlartifacts")
     server = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    if home() is None:  # MLflow asks for one when it is imported
+        os.environ["HOME"] = tempfile.gettempdir()
     os.execv(sys.executable, [*server, "--backend-store-uri", store, "--default-artifact-root", artifacts])
 
 

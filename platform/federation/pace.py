@@ -39,8 +39,9 @@ class Pace(BaseModel):
         Args:
             interactions: of all domains. cores: how many of them are computed for at once.
         """
-        speed = self.speed.get(preset or "default", self.speed.get("default"))
-        usual = build(config.method, preset=preset).config
+        measured = preset if preset in self.speed else None
+        speed = self.speed.get(measured or "default")
+        usual = build(config.method, preset=measured).config
         if speed is None or any(config.config[key] != usual[key] for key in self.sizes):
             return None
         return math.prod(config.config[key] for key in self.work) * interactions / speed / cores

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from urllib.parse import urlsplit
 
 from crossfed.platform.method import CrossfedError
 from crossfed.platform.tracking.spool import SPOOL, State
-from crossfed.platform.uris import file_uri, sqlite_path, sqlite_uri
+from crossfed.platform.uris import file_uri, home, sqlite_path, sqlite_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -239,6 +240,8 @@ def bounded(patient: bool = False) -> Iterator[None]:
         "MLFLOW_LOG_UV_FILES": "false",
         "GIT_PYTHON_REFRESH": "quiet",
     }
+    if home() is None:  # MLflow asks for one when it is imported
+        wanted["HOME"] = tempfile.gettempdir()
     before = {name: os.environ.get(name) for name in wanted}
     loggers = {name: logging.getLogger(name) for name in ("mlflow", "alembic", "urllib3.connectionpool")}
     import mlflow  # noqa: F401  # before the levels are set: it configures its own logger when imported

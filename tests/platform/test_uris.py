@@ -94,3 +94,8 @@ def test_without_a_home_the_cache_lies_with_temporary_files(monkeypatch: pytest.
         monkeypatch.delenv(name, raising=False)
     assert artifacts.default_root().name.startswith("crossfed-")
     assert connect.token_source() is None
+    monkeypatch.setattr(mlflow_store, "home", uris.home)
+    before = mlflow_store.os.environ.get("HOME")
+    with mlflow_store.bounded():
+        assert mlflow_store.os.environ["HOME"] == artifacts.tempfile.gettempdir()
+    assert mlflow_store.os.environ.get("HOME") == before
