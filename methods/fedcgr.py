@@ -77,6 +77,7 @@ Not stated in the paper
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -123,9 +124,11 @@ from crossfed.platform.method import (
     Payload,
     Phase,
     Stage,
+    in_stage,
 )
 
 PROTOTYPE = "prototype"
+CfStage = functools.partial(Setting, json_schema_extra=in_stage("cf"))  # only stage "cf" reads it
 
 SHARING = Sharing(
     {
@@ -160,10 +163,10 @@ class Config(GeneratorConfig):
     cf_dim: int = Setting(128, ge=1, description="d_cf, width of the CF embeddings")
     cf_layers: int = Setting(2, ge=0, description="blocks of the local SASRec")
     cf_heads: int = Setting(2, ge=1, description="its attention heads; must divide cf_dim")
-    cf_epochs: int = Setting(15, ge=1, description="its epochs")
-    cf_dropout: float = Setting(0.2, ge=0, lt=1, description="its dropout ◇")
-    cf_lr: float = Setting(0.001, gt=0, description="its learning rate ◇")
-    cf_batch_size: int = Setting(128, ge=1, description="its windows in a batch ◇")
+    cf_epochs: int = CfStage(15, ge=1, description="its epochs")
+    cf_dropout: float = CfStage(0.2, ge=0, lt=1, description="its dropout ◇")
+    cf_lr: float = CfStage(0.001, gt=0, description="its learning rate ◇")
+    cf_batch_size: int = CfStage(128, ge=1, description="its windows in a batch ◇")
     adapter_dropout: float = Setting(0.1, ge=0, lt=1, description="dropout of the CF adapter")
     epsilon: float = Setting(1e-8, gt=0, description="ε of Eq. (7) ◇")
     dense_inner: int = Setting(64, ge=1, description="width of the dense head's hidden layer")

@@ -88,6 +88,7 @@ Not stated in the paper
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -124,12 +125,15 @@ from crossfed.platform.method import (
     Phase,
     Stage,
     generators,
+    in_stage,
 )
 
 if TYPE_CHECKING:
     from crossfed.methods.parts.kmeans import WeightedKMeans
 
 EPS = 1e-5  # ε of Eq. (3)
+Pretrain = functools.partial(Setting, json_schema_extra=in_stage("pretrain"))  # only that stage
+Finetune = functools.partial(Setting, json_schema_extra=in_stage("finetune"))  # reads the setting
 
 
 class Config(MethodConfig):
@@ -140,30 +144,30 @@ class Config(MethodConfig):
     batch_size: int = Setting(1024, ge=2, description="training pairs per batch")
     lr: float = Setting(0.005, gt=0, description="learning rate of the ID embeddings")
     lr_text: float = Setting(0.0003, gt=0, description="learning rate of projections and FGSAT ◇")
-    lr_decay: float = Setting(0.9, gt=0, le=1, description="factor per epoch, applied in the finetune stage ◇")
+    lr_decay: float = Finetune(0.9, gt=0, le=1, description="factor per epoch, applied in the finetune stage ◇")
     l2: float = Setting(1e-4, ge=0, description="weight of LightGCN's L2 term ◇")
     projection: Literal["aligned", "random"] = Setting("aligned", description="how φ starts ◇")
 
-    rounds: int = Setting(8, ge=0, description="federated rounds; the paper has 20 ◇")
-    K: int = Setting(50, ge=1, description="global clusters")
-    momentum: float = Setting(0.1, ge=0, lt=1, description="ρ of Eq. (4) ◇")
-    cluster_eps: float = Setting(1.0, gt=0, description="ε of the K-means weights, in units of t̃ ◇")
-    eta: float = Setting(1.0, gt=0, description="η of Eq. (8) ◇")
-    residual: bool = Setting(True, description="t′ = t + ReLU(LZW₂) ◇")
-    own_bias: float = Setting(3.0, description="where the score's bias of t′ starts; the centres' start at 0 ◇")
-    fgsat_neighbours: int = Setting(10, ge=1, description="N of the semantic graph ◇")
-    lambda_kd: float = Setting(0.2, ge=0, description="weight of L_KD in Eq. (15)")
-    lambda_fa: float = Setting(0.1, ge=0, description="weight of L_FA in Eq. (15)")
+    rounds: int = Pretrain(8, ge=0, description="federated rounds; the paper has 20 ◇")
+    K: int = Pretrain(50, ge=1, description="global clusters")
+    momentum: float = Pretrain(0.1, ge=0, lt=1, description="ρ of Eq. (4) ◇")
+    cluster_eps: float = Pretrain(1.0, gt=0, description="ε of the K-means weights, in units of t̃ ◇")
+    eta: float = Pretrain(1.0, gt=0, description="η of Eq. (8) ◇")
+    residual: bool = Pretrain(True, description="t′ = t + ReLU(LZW₂) ◇")
+    own_bias: float = Pretrain(3.0, description="where the score's bias of t′ starts; the centres' start at 0 ◇")
+    fgsat_neighbours: int = Pretrain(10, ge=1, description="N of the semantic graph ◇")
+    lambda_kd: float = Pretrain(0.2, ge=0, description="weight of L_KD in Eq. (15)")
+    lambda_fa: float = Pretrain(0.1, ge=0, description="weight of L_FA in Eq. (15)")
 
-    epochs: int = Setting(60, ge=0, description="epochs of the finetune stage at most ◇")
-    patience: int = Setting(5, ge=1, description="epochs without a better validation score ◇")
-    neighbours: int = Setting(10, ge=1, description="N of the item graphs ◇")
-    refresh_every: int = Setting(1, ge=1, description="epochs between refreshes of the local graph ◇")
-    warm_start: bool = Setting(True, description="whether finetune goes on from pretrain's IDs ◇")
-    alpha: float = Setting(0.2, ge=0, description="weight of L_con")
-    beta: float = Setting(0.2, ge=0, description="weight of L_kd")
-    tau: float = Setting(0.5, gt=0, description="temperature of Eq. (20)")
-    contrast: Literal["printed", "infonce"] = Setting("printed", description="denominator of Eq. (20)")
+    epochs: int = Finetune(60, ge=0, description="epochs of the finetune stage at most ◇")
+    patience: int = Finetune(5, ge=1, description="epochs without a better validation score ◇")
+    neighbours: int = Finetune(10, ge=1, description="N of the item graphs ◇")
+    refresh_every: int = Finetune(1, ge=1, description="epochs between refreshes of the local graph ◇")
+    warm_start: bool = Finetune(True, description="whether finetune goes on from pretrain's IDs ◇")
+    alpha: float = Finetune(0.2, ge=0, description="weight of L_con")
+    beta: float = Finetune(0.2, ge=0, description="weight of L_kd")
+    tau: float = Finetune(0.5, gt=0, description="temperature of Eq. (20)")
+    contrast: Literal["printed", "infonce"] = Finetune("printed", description="denominator of Eq. (20)")
     ablation: Literal["none", "fed", "cl", "fgsat"] = Setting("none", description="row of Table 3")
 
 

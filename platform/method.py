@@ -79,6 +79,20 @@ def ranking_keys(config: type[MethodConfig]) -> tuple[str, ...]:
     return tuple(name for name, extra in marked.items() if isinstance(extra, dict) and extra.get("ranking"))
 
 
+def in_stage(name: str) -> dict[str, Any]:
+    """`Field(…, json_schema_extra=in_stage("finetune"))` marks a key of a Config that only one stage reads.
+
+    A search says so where its trials end before that stage.
+    """
+    return {"stage": name}
+
+
+def stage_keys(config: type[MethodConfig]) -> dict[str, str]:
+    """The keys of a method's Config that are marked with `in_stage`, and their stages."""
+    marked = {name: info.json_schema_extra for name, info in config.model_fields.items()}
+    return {name: str(extra["stage"]) for name, extra in marked.items() if isinstance(extra, dict) and "stage" in extra}
+
+
 class Direction(StrEnum):
     """Which way a payload travels."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossfed.platform.cluster import connect
-from crossfed.platform.config.settings import RunConfig
+from crossfed.platform.config.settings import Resources, RunConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,14 @@ def slots(
     cpus, gpus = (sum(row.get(kind, 0.0) for row in alive) for kind in ("CPU", "GPU"))
     if base.backend == "inprocess":
         at_once = concurrent or max(1, int(cpus))
-        share = connect.Share(max(0.01, int(100 * min(1.0, cpus / at_once)) / 100), 0.0)
+        share = connect.fitted(Resources(gpus_per_domain=0.0), ["trial"], machines, at_once)["trial"]
+        share = connect.Share(max(0.01, share.cpus), 0.0)
         return Slots(({"CPU": share.cpus},), base, at_once, share.cpus, 0.0)
     set_aside = any(connect.SERVER_RESOURCE in row for row in alive)
-    wanted = connect.shares(base.resources, nodes, cpus, gpus, set_aside)
-    connect.preflight(wanted, [dict(row) for row in machines])
+    wanted = connect.fitted(base.resources, nodes, machines)
+    connect.preflight(wanted, machines, base.resources.placement)
     at_once = concurrent or _fitting(base, len(nodes), wanted, cpus, gpus)
-    wanted = connect.shares(base.resources, nodes, cpus / at_once, gpus / at_once, set_aside)
+    wanted = connect.fitted(base.resources, nodes, machines, at_once)
     domain = next(share for name, share in wanted.items() if name != connect.SERVER)
     server = wanted.get(connect.SERVER, domain)
     resources = base.resources.model_copy(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import threading
@@ -19,6 +20,7 @@ from ray.tune.experiment import Trial
 from ray.tune.schedulers import FIFOScheduler
 from ray.tune.search import ConcurrencyLimiter, Searcher
 
+from crossfed.platform.endings import give_up_later
 from crossfed.platform.federation.node import Artifacts
 from crossfed.platform.federation.run import Finish
 from crossfed.tuning.scheduler import TIME_IS_UP, Desk
@@ -44,6 +46,8 @@ class Ask(_Unsaved, Searcher):  # type: ignore[misc]
     def suggest(self, trial_id: str) -> Any:
         found = None
         with self.desk.keeping():
+            if self.desk.halt is None and self.desk.busy():
+                return None  # Tune asks again
             found = self.desk.next()
         return found or Searcher.FINISHED
 
@@ -116,6 +120,10 @@ def _cause(trial: Trial) -> str:
     return lines[-1] if "ray::" in lines[0] else lines[0]
 
 
+ROUND = 4.0
+"""Seconds that a running round has after SIGTERM."""
+
+
 class Interruptible:
     """Ctrl-C and SIGTERM end a search between two rounds, and at once where none goes on or when they come again.
 
@@ -127,6 +135,7 @@ class Interruptible:
         self.warn = warn
         self.desk: Desk | None = None
         self.before: dict[int, Any] = {}
+        self.again: threading.Timer | None = None
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -134,13 +143,22 @@ class Interruptible:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.again is not None:
+            self.again.cancel()
         for which, handler in self.before.items():
             signal.signal(which, handler)
 
-    def _halt(self, _signal: int, _frame: FrameType | None) -> None:
+    def _halt(self, which: int, _frame: FrameType | None) -> None:
         if self.desk is None or self.desk.halt is not None:
             raise KeyboardInterrupt
         self.desk.halt = "interrupted"
+        if which == signal.SIGTERM:  # of a batch system, which kills soon
+            self.again = threading.Timer(ROUND, os.kill, (os.getpid(), signal.SIGTERM))
+            self.again.daemon = True
+            self.again.start()
+            give_up_later()
+            self.warn(f"Interrupted: trials whose round is not over in {ROUND:g} s end without it.")
+            return
         self.warn("Interrupted: running trials end after their round; once more ends them now.")
 
 

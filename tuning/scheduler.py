@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from optuna.trial import TrialState
@@ -17,13 +18,16 @@ from crossfed.platform.config import settings
 from crossfed.platform.config.settings import RunConfig
 from crossfed.platform.console import number, span
 from crossfed.platform.errors import CrossfedError
+from crossfed.platform.federation.runs import PLACEMENT
 from crossfed.platform.tracking import tracker
 from crossfed.platform.tracking.tracker import Tracker
 from crossfed.tuning.placement import Slots
-from crossfed.tuning.study import QUALITY, Study, quality
+from crossfed.tuning.study import QUALITY, Study, Task, quality
 from crossfed.tuning.trial import STOPPED
 
 TIME_IS_UP = "time budget"
+STAGGER = 60.0
+"""Seconds that one trial has to start its processes before the next one does."""
 
 
 @dataclass(slots=True)
@@ -34,6 +38,8 @@ class Desk:
         halt: why everything shall stop, once it shall.
         latest: number -> the facts last reported.
         problem: why the books can no longer be kept, once they cannot.
+        beginning: of the trial handed out last: its number, the file that is written once its nodes
+            are up, when that was written before, and when it was handed out.
     """
 
     study: Study
@@ -47,6 +53,7 @@ class Desk:
     deadline: float | None = None
     since: float = 0.0
     problem: Exception | None = None
+    beginning: tuple[int, Path, int, float] | None = None
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
@@ -57,9 +64,23 @@ class Desk:
             self.problem = self.problem or error
             self.halt = self.halt or "the study's records could not be written"
 
+    def busy(self) -> bool:
+        """Whether the trial handed out last is still starting its processes, which another would slow down."""
+        if self.beginning is None:
+            return False
+        _, file, before, since = self.beginning
+        if _written(file) != before or time.monotonic() - since > STAGGER:
+            self.beginning = None
+        return self.beginning is not None
+
+    def _begun(self, index: int) -> None:
+        """A trial was heard of."""
+        if self.beginning is not None and self.beginning[0] == index:
+            self.beginning = None
+
     def next(self) -> dict[str, Any] | None:
         """The next trial's Tune configuration."""
-        while self.halt is None and (task := self.study.next()) is not None:
+        while self.halt is None and (task := self._next()) is not None:
             base = self.slots.run
             values = {**base.config, **task.values}
             try:
@@ -83,10 +104,20 @@ class Desk:
             return self._task(task.number, run, folder.name, self.study.search.max_rounds)
         return None
 
+    def _next(self) -> Task | None:
+        """The study's next trial, after a line for every one that it had not to run."""
+        task = self.study.next()
+        for index, same in self.study.repeats:
+            self.say(f"trial {index}  has the setting of trial {same}: not run again, another is asked")
+        self.study.repeats.clear()
+        return task
+
     def _tags(self) -> dict[str, str]:
         return {"study": self.study.search.name}
 
     def _task(self, number: int, run: RunConfig, name: str, cap: int | None) -> dict[str, Any]:
+        file = run.out / name / PLACEMENT
+        self.beginning = (number, file, _written(file), time.monotonic())
         return {
             "number": number,
             "run": run,
@@ -99,6 +130,7 @@ class Desk:
     def judge(self, trial: Trial, result: Mapping[str, Any]) -> bool:
         """Whether a trial stops after the round it reports."""
         index, facts = trial.config["number"], json.loads(result["facts"])
+        self._begun(index)
         self.latest[index] = facts
         value = quality(self.study.search.objectives[0], facts["domains"]) if facts["domains"] else None
         if not self.study.report(index, result["step"], value):
@@ -111,6 +143,7 @@ class Desk:
     def close(self, trial: Trial, result: Mapping[str, Any]) -> None:
         """A trial is over, or was stopped."""
         index = trial.config["number"]
+        self._begun(index)
         if index not in self.study.active:
             return
         self.spend()
@@ -140,6 +173,7 @@ class Desk:
 
     def lost(self, trial: Trial, reason: str) -> None:
         """A trial failed for good: its process died more often than it may."""
+        self._begun(trial.config["number"])
         self._failed(trial.config["number"], reason)
 
     def _failed(self, index: int, reason: str) -> None:
@@ -215,10 +249,12 @@ class Finals(Desk):
         return self._task(seed, run, final_name(seed), None)
 
     def judge(self, trial: Trial, result: Mapping[str, Any]) -> bool:
+        self._begun(trial.config["number"])
         return False
 
     def close(self, trial: Trial, result: Mapping[str, Any]) -> None:
         seed = trial.config["number"]
+        self._begun(seed)
         if result.get("failed"):
             self.lost(trial, str(result["failed"]))
         elif result.get("over"):
@@ -229,12 +265,21 @@ class Finals(Desk):
 
     def lost(self, trial: Trial, reason: str) -> None:
         seed = trial.config["number"]
+        self._begun(seed)
         tracker.close(self._settings(), self.study.folder / final_name(seed), "FAILED", reason, "failed")
         self.problems.append(f"final run, seed {seed}: {reason}")
         self.say(self.problems[-1])
 
     def stopped(self) -> None:
         return
+
+
+def _written(file: Path) -> int:
+    """When a file was written, in nanoseconds; 0 where it was not."""
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _lost(facts: Mapping[str, Any]) -> str:

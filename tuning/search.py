@@ -29,6 +29,7 @@ from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.node import Artifacts, Plan
 from crossfed.platform.federation.run import Finish, chosen_domains, make_artifacts, resolve_data
 from crossfed.platform.federation.runs import RESULT
+from crossfed.platform.registry import method_name
 from crossfed.platform.report.recording import told_share
 from crossfed.platform.tracking import names, tracker
 from crossfed.platform.tracking.spool import RUN_ID
@@ -38,9 +39,8 @@ from crossfed.tuning.ray_tune import Interruptible, fit
 from crossfed.tuning.report import tables
 from crossfed.tuning.report.figures import save_figures
 from crossfed.tuning.scheduler import TIME_IS_UP, Desk, Finals, final_name, setting_of
-from crossfed.tuning.study import STUDY, Search, Study, differences, reason, total_rounds
+from crossfed.tuning.study import STUDY, SUMMARY, Search, Study, differences, idle, reason, total_rounds, unreached
 
-SUMMARY = "study.json"
 UNKEPT = (OSError, SQLAlchemyError, StorageInternalError)
 
 # read by Tune when a search starts
@@ -144,6 +144,7 @@ def go_on(study: Study, *, more: int = 0, finish: Finish | None = None, view: Pr
                 if more:
                     study.extend(more)
                 _announce(view, study, placed, data, domains)
+                _warn_of_idle(view, study)
                 artifacts = make_artifacts(base, view)
                 parent = _parent(study, view)
                 try:
@@ -185,8 +186,14 @@ def _search(desk: Desk, artifacts: Artifacts, signals: Interruptible) -> None:
         else:
             desk.halt = TIME_IS_UP
             desk.stopped()
-    if study.search.sampler == "grid" and desk.halt is None and study.left():
-        desk.say(f"grid       all {study.begun()} points were tried; --trials asked for {study.search.trials}")
+    if desk.halt is None and study.left():
+        grid = study.search.sampler == "grid"
+        tried = (
+            f"grid       all {study.begun()} points were"
+            if grid
+            else f"space      no setting is left to try; {study.begun()} were"
+        )
+        desk.say(f"{tried} tried; --trials asked for {study.search.trials}")
 
 
 def _announce(view: Progress, study: Study, placed: Slots, data: PreparedData, domains: Sequence[str]) -> None:
@@ -209,6 +216,23 @@ def _announce(view: Progress, study: Study, placed: Slots, data: PreparedData, d
             f"placement  {placed.cpus:g} CPUs and {placed.gpus:g} GPUs per trial",
             f"directory  {study.folder}",
         ],
+    )
+
+
+def _warn_of_idle(view: Progress, study: Study) -> None:
+    """Say which stages no trial gets to, and which searched keys can therefore not matter."""
+    stages = unreached(study.search, study.base, study.parameters)
+    keys = idle(stages, study.base, study.parameters)
+    if not keys and (not stages or study.search.max_rounds is None):
+        return
+    named = f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
+    why = f"with max_rounds={study.search.max_rounds} " if study.search.max_rounds is not None else ""
+    warning = f"{why}no trial gets to {named}"
+    if keys:
+        warning += f", and {', '.join(keys)}, searched here, can make no difference between trials"
+    mend = "take more --max-rounds, or " if why else ""
+    view.warn(
+        f"{warning}; {mend}{'leave them out, e.g. --search ' + keys[0] + '=null' if keys else 'search nothing of it'}."
     )
 
 
@@ -247,7 +271,7 @@ def _parent(study: Study, view: Progress) -> Tracker:
         {
             "role": "study",
             "study": search.name,
-            "method": base.method,
+            "method": method_name(base.method),
             "protocol": base.evaluation.protocol,
             "data": str(study.optuna.user_attrs["data"]),
             "metric": base.evaluation.select,
@@ -318,14 +342,14 @@ def _summary(study: Study, winner: int, values: Mapping[str, Any], seeds: Sequen
     rounds = sum(trial.user_attrs.get("rounds", 0) for trial in trials)
     summary = {
         "study": study.search.name,
-        "method": study.base.method,
+        "method": method_name(study.base.method),
         "data": study.optuna.user_attrs["data"],
         "protocol": study.base.evaluation.protocol,
         "metric": metric,
         "objectives": list(study.search.objectives),
         "outcomes": {name: outcomes.count(name) for name in dict.fromkeys(outcomes)},
         "rounds": rounds,
-        "full_rounds": len(trials) * total_rounds(study.base),
+        "full_rounds": study.begun() * total_rounds(study.base),
         "winner": {"trial": winner, "config": dict(values), "values": trials[winner].values},
         "paper": {"trial": 0, "values": trials[0].values if trials[0].state.name == "COMPLETE" else None},
         "seeds": list(seeds),

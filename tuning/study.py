@@ -11,7 +11,7 @@ import fcntl
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,13 +23,20 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_valid
 
 from crossfed.platform.config.settings import RunConfig, Settings, first_error
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.uris import redact
-from crossfed.tuning.space import Parameter, grid, read, sample, space, with_first
+from crossfed.platform.method import stage_keys
+from crossfed.platform.registry import method_name
+from crossfed.platform.uris import redact, sqlite_path, sqlite_uri
+from crossfed.tuning.space import Choice, Parameter, grid, read, sample, space, with_first
 
 STUDY = "study.yaml"
 DATABASE = "optuna.db"
+SUMMARY = "study.json"
 QUALITY = ("mean", "worst")
 COSTS = ("epsilon", "bytes")
+REPEATS = "repeats"
+"""Trial attribute: the number of the earlier trial whose setting, and so whose values, this one has."""
+ATTEMPTS = 20
+"""How often the sampler is asked for a setting that was not tried; in the second half of them at random."""
 MULTI = ("tpe", "random", "grid", "nsgaii", "nsgaiii", "gp")
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)  # a line per trial is printed by the command itself
@@ -156,6 +163,33 @@ def grace_rounds(search: Search, config: RunConfig) -> int:
     return max(1, -(-trial_rounds(search, config) // search.reduction**3))
 
 
+def unreached(search: Search, config: RunConfig, parameters: Mapping[str, Parameter]) -> tuple[str, ...]:
+    """Names of the stages that no trial gets to: they have no rounds, or `max_rounds` ends trials before them.
+
+    Looked at are the first trial and those that differ from it in one searched key.
+    """
+    ends = [{name: end} for name, parameter in parameters.items() for end in parameter.ends()]
+    named: dict[str, bool] = {}
+    for values in ({}, *ends):
+        try:
+            checked = config.resolved.Config.model_validate({**config.config, **values})
+        except ValidationError:  # keys that must fit each other may do so in a trial
+            continue
+        before, measured = 0, False
+        for stage in config.resolved.stages(checked):
+            # a trial ends at its cap once something has been measured
+            over = search.max_rounds is not None and before >= search.max_rounds and measured
+            named[stage.name] = named.get(stage.name, False) or (stage.rounds > 0 and not over)
+            before, measured = before + stage.rounds, measured or (stage.evaluate and stage.rounds > 0)
+    return tuple(name for name, reached in named.items() if not reached)
+
+
+def idle(stages: Collection[str], config: RunConfig, parameters: Mapping[str, Parameter]) -> tuple[str, ...]:
+    """The searched keys that only these stages read."""
+    belongs = stage_keys(config.resolved.Config)
+    return tuple(name for name in parameters if belongs.get(name) in stages)
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Dotted keys whose values differ between two nested mappings, with both values."""
     for key in dict.fromkeys([*before, *now]):
@@ -228,6 +262,7 @@ class Study:
 
     Attributes:
         first: the searched keys' values in the first trial: the paper's, unless the base changed them.
+        repeats: trials of this process that were not run, because an earlier one had the same setting; and which.
     """
 
     def __init__(
@@ -245,6 +280,7 @@ class Study:
         self.optuna.pruner = make_pruner(search, self.grace)
         self.max_rounds = trial_rounds(search, base)
         self.active: dict[int, optuna.Trial] = {}
+        self.repeats: list[tuple[int, int]] = []
 
     # -- making and opening --------------------------------------------------------------------------------------
 
@@ -297,7 +333,7 @@ class Study:
             raise CrossfedError(
                 f"The study's folder {folder} cannot be made: {error.strerror}; choose another --out or --study."
             ) from error
-        storage = search.storage or f"sqlite:///{folder / DATABASE}"
+        storage = search.storage or sqlite_uri(folder / DATABASE)
         directions: list[Literal["minimize", "maximize"]] = [
             "minimize" if name in COSTS else "maximize" for name in search.objectives
         ]
@@ -312,7 +348,7 @@ class Study:
         study = cls(folder, search, base, declared, made)
         metric = base.evaluation.select
         told = {
-            "method": base.method,
+            "method": method_name(base.method),
             "data": data,
             "data_fingerprint": fingerprint,
             "protocol": base.evaluation.protocol,
@@ -358,7 +394,7 @@ class Study:
             raise CrossfedError(
                 f"{folder / DATABASE}, which holds the study's trials, is missing; restore it or start another study."
             )
-        storage = search.storage or f"sqlite:///{folder.absolute() / DATABASE}"
+        storage = search.storage or sqlite_uri(folder / DATABASE)
         try:
             kept = optuna.load_study(storage=storage, study_name=search.name)
             kept.get_trials(deepcopy=False)
@@ -437,13 +473,21 @@ class Study:
         """The trials, in order; those in `states`, where given."""
         return self.optuna.get_trials(deepcopy=False, states=states or None)
 
-    def begun(self) -> int:
-        """How many trials were asked for so far, whatever came of them."""
+    def asked(self) -> int:
+        """How many trials the sampler gave so far, those included that repeat another."""
         return sum(trial.state != TrialState.WAITING for trial in self.trials())
+
+    def begun(self) -> int:
+        """How many trials were begun so far, whatever came of them; one that repeats another is none."""
+        return sum(trial.state != TrialState.WAITING and REPEATS not in trial.user_attrs for trial in self.trials())
 
     def left(self) -> int:
         """How many trials are still to be run, interrupted ones included."""
         return max(0, self.search.trials - self.begun()) + len(self.trials(TrialState.RUNNING))
+
+    def over(self) -> bool:
+        """Whether the study came to its end: no trial was left running, and its summary is there."""
+        return not self.trials(TrialState.RUNNING) and (self.folder / SUMMARY).is_file()
 
     def next(self) -> Task | None:
         """The next trial: first those that an earlier process left, then new ones; None when all were handed out."""
@@ -451,20 +495,69 @@ class Study:
             if frozen.number not in self.active:
                 self.optuna.sampler = make_sampler(self.search, frozen.number)
                 return self._task(optuna.Trial(self.optuna, frozen._trial_id), again=True)
-        if self.begun() >= self.search.trials:
-            return None
-        self.optuna.sampler = make_sampler(self.search, self.begun())
-        if self.search.sampler == "grid" and self.begun() and not self.trials(TrialState.WAITING):
-            known = [
-                values
-                for trial in self.trials()
-                if (values := trial.user_attrs.get("values", trial.params)) is not None
-            ]
-            point = next((p for p in grid(self.parameters, self.base.config) if p not in known), None)
-            if point is None:
+        for attempt in range(ATTEMPTS):
+            if self.begun() >= self.search.trials or self._exhausted():
                 return None
-            self.optuna.enqueue_trial(point)
-        return self._task(self.optuna.ask(), again=False)
+            self.optuna.sampler = make_sampler(self.search, self.asked())
+            if attempt >= ATTEMPTS // 2:  # a model that keeps to one point
+                self.optuna.sampler = optuna.samplers.RandomSampler(seed=self.search.seed * 1_000_003 + self.asked())
+            if self.search.sampler == "grid" and self.begun() and not self.trials(TrialState.WAITING):
+                point = next((p for p in grid(self.parameters, self.base.config) if p not in self._known()), None)
+                if point is None:
+                    return None
+                self.optuna.enqueue_trial(point)
+            task = self._task(self.optuna.ask(), again=False)
+            same = self._same(task)
+            if same is None:
+                return task
+            self._repeat(task.number, same)
+        return None
+
+    def _known(self) -> list[dict[str, Any]]:
+        """The settings of all trials that were asked for."""
+        return [
+            values for trial in self.trials() if (values := trial.user_attrs.get("values", trial.params)) is not None
+        ]
+
+    def _deterministic(self) -> bool:
+        """Whether a setting comes to the same values each time: the seed is fixed, and noise that is drawn has one too."""
+        releases = self.base.resolved.releases(self.base.method_config())
+        return not releases or self.base.privacy.noise_seed is not None
+
+    def _exhausted(self) -> bool:
+        """Whether every point of a space of choices was tried."""
+        choices = [parameter.values for parameter in self.parameters.values() if isinstance(parameter, Choice)]
+        if self.search.sampler == "grid" or not self._deterministic() or self.trials(TrialState.WAITING):
+            return False
+        if len(choices) < len(self.parameters) or math.prod(map(len, choices)) > self.begun():
+            return False  # a space of more points than trials; with `when` it has fewer, which the attempts bound
+        known = self._known()
+        return all(point in known for point in grid(self.parameters, self.base.config))
+
+    def _same(self, task: Task) -> FrozenTrial | None:
+        """An earlier trial that has, or will have, the values of this one."""
+        if not self._deterministic():
+            return None
+        for trial in self.trials(TrialState.COMPLETE, TrialState.PRUNED, TrialState.RUNNING):
+            alike = trial.user_attrs.get("values") == task.values
+            settled = trial.user_attrs.get("status") in ("finished", "pruned")
+            running = trial.state == TrialState.RUNNING
+            if alike and trial.number < task.number and (settled or running):
+                return trial
+        return None
+
+    def _repeat(self, number: int, same: FrozenTrial) -> None:
+        """Give a trial the value of an earlier one of the same setting, without running it."""
+        trial = self.active[number]
+        self.repeats.append((number, same.number))
+        trial.set_user_attr(REPEATS, same.number)
+        for step, value in same.intermediate_values.items():
+            trial.report(value, step)
+        self._close(number, "repeated", {"reason": f"the setting of trial {same.number}"})
+        if same.state == TrialState.COMPLETE:
+            self.optuna.tell(number, same.values)
+        else:  # a trial that still runs has no value yet
+            self.optuna.tell(number, state=TrialState.PRUNED if same.state == TrialState.PRUNED else TrialState.FAIL)
 
     def _task(self, trial: optuna.Trial, again: bool) -> Task:
         with warnings.catch_warnings():
@@ -552,10 +645,11 @@ class Study:
 
 def _absolute(storage: str) -> str:
     """A SQLite file by its full path, so that the study is found from wherever it goes on."""
-    path = storage.removeprefix("sqlite:///")
-    if storage.startswith("sqlite:") and (path == storage or not path):
+    if not storage.startswith("sqlite:"):
+        return storage
+    if (path := sqlite_path(storage)) is None:
         raise CrossfedError(f"The storage {storage} names no file; write sqlite:///PATH.")
-    return storage if path == storage else f"sqlite:///{Path(path).absolute()}"
+    return sqlite_uri(path)
 
 
 def _unusable(storage: str, error: Exception) -> CrossfedError:

@@ -91,8 +91,8 @@ def _run_controls(
     run_dir: Path, seeds: int, local: str | None, sets: list[str], backend: Place | None, progress: Shown
 ) -> list[Arm]:
     """All runs of --controls; an interrupt says how to go on."""
-    from crossfed.platform.cli.main import terminable  # which imports this module
     from crossfed.platform.console import make_progress
+    from crossfed.platform.endings import terminable
     from crossfed.platform.federation.final import test_once
     from crossfed.platform.federation.runs import stored_config
     from crossfed.platform.federation.transfer import local_variant, run_arms
@@ -100,8 +100,9 @@ def _run_controls(
     if sets and local is None:
         raise CrossfedError("--local-set belongs to --local METHOD.")
     variant = local_variant(stored_config(run_dir), local, sets) if local is not None else None
+    ending = terminable(lambda: "What has finished stays; the same command goes on where it was.")
     try:
-        with terminable():
+        with ending:
             return run_arms(
                 run_dir,
                 seeds,
@@ -112,7 +113,7 @@ def _run_controls(
                 backend=backend.value if backend else None,
             )
     except KeyboardInterrupt:
-        typer.echo("Interrupted. What has finished stays; the same command goes on where it was.", err=True)
+        ending.tell()
         raise typer.Exit(130) from None
 
 

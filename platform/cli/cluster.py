@@ -51,8 +51,9 @@ def doctor(
     ] = False,
     encoder: Annotated[str, typer.Option(help="Text encoder that runs will use.")] = "minilm",
     patience: Annotated[float, typer.Option(min=1, help="Seconds for each look at a machine.")] = 45.0,
+    domains: Annotated[int, typer.Option(min=1, help="Domains of the runs to come, whose actors must fit.")] = 3,
 ) -> None:
-    """Look at every machine of a cluster: versions, GPUs, storage, MLflow, encoder, clocks, disk and memory.
+    """Look at every machine of a cluster: room for actors, versions, GPUs, storage, MLflow, encoder, clocks, disk and memory.
 
     Exit code 0 where a run can start, 2 where not.
     """
@@ -60,7 +61,7 @@ def doctor(
     from crossfed.platform.doctor.examine import examine
 
     try:
-        found = judging.judge(*examine(address, out, tracking_uri, encoder, require_tracking, patience))
+        found = judging.judge(*examine(address, out, tracking_uri, encoder, require_tracking, patience, domains))
     except CrossfedError as error:
         mend = "see `ray status` on the head; start a cluster with `ray up` (crossfed cluster template)"
         found = [judging.Finding("error", "cluster", address or "this machine", str(error), mend)]
@@ -75,7 +76,9 @@ def doctor(
 def submit(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="After --: a crossfed run or tune, e.g. -- run fedcrf --data /mnt/x --out /mnt/runs."),
+        typer.Argument(
+            help="After --: run, tune, evaluate, report … with their options, as in: -- run fedcrf --data /mnt/x --out /mnt/runs."
+        ),
     ] = None,
     address: Annotated[
         str | None,

@@ -38,15 +38,20 @@ def evaluate(
 
     The new numbers lie in a run directory of their own, which every command reads like any run.
     """
-    from crossfed.platform.cli.main import terminable  # which imports this module
     from crossfed.platform.console import make_progress
+    from crossfed.platform.endings import terminable
     from crossfed.platform.federation.final import test_once
     from crossfed.platform.federation.reevaluate import evaluate as measure
     from crossfed.platform.federation.runs import find_run
 
     started: list[Path] = []
+
+    def hint() -> str:
+        return f"crossfed run --resume {started[0]} measures again." if started else "Nothing was left behind."
+
+    ending = terminable(hint)
     try:
-        with terminable():
+        with ending:
             result = measure(
                 find_run(run, Path("runs")),
                 test_once,
@@ -59,7 +64,6 @@ def evaluate(
                 started=started.append,
             )
     except KeyboardInterrupt:
-        again = f"crossfed run --resume {started[0]} measures again." if started else "Nothing was left behind."
-        typer.echo(f"Interrupted. {again}", err=True)
+        ending.tell()
         raise typer.Exit(130) from None
     typer.echo(f"{result.run_dir / 'result.json'}")

@@ -6,11 +6,9 @@ import atexit
 import contextlib
 import importlib.metadata
 import os
-import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +23,7 @@ from crossfed.platform.cli.evaluate import evaluate
 from crossfed.platform.cli.recommend import recommend
 from crossfed.platform.cli.serve import serve
 from crossfed.platform.cli.tune import tune_all, tune_app
+from crossfed.platform.endings import own_process, terminable
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.method import Release, Scope
 
@@ -221,28 +220,18 @@ def run(
     from crossfed.platform.federation.final import test_once
     from crossfed.platform.federation.run import run_federation
 
+    def hint() -> str:
+        where = started[0] if started else None
+        return f"What was committed stays: crossfed run --resume {where}" if where else ""
+
+    ending = terminable(hint)
     try:
-        with terminable():
+        with ending:
             result = run_federation(config, resume=run_dir, view=view, finish=test_once, started=started.append)
     except KeyboardInterrupt:
-        where = started[0] if started else None
-        hint = f" What was committed stays: crossfed run --resume {where}" if where else ""
-        typer.echo(f"Interrupted.{hint}", err=True)
+        ending.tell()
         raise typer.Exit(130) from None
     typer.echo(f"{result.run_dir / 'result.json'}")
-
-
-class terminable:
-    """Let SIGTERM end a run the way Ctrl-C does, so that actors and the tracker are closed."""
-
-    def __enter__(self) -> None:
-        def interrupt(_signal: int, _frame: FrameType | None) -> None:
-            raise KeyboardInterrupt
-
-        self.before = signal.signal(signal.SIGTERM, interrupt)
-
-    def __exit__(self, *_: Any) -> None:
-        signal.signal(signal.SIGTERM, self.before)
 
 
 @app.command()
@@ -411,23 +400,27 @@ def ui(
 ) -> None:
     """Open the MLflow UI on the runs' store, on the loopback interface only."""
     from crossfed.platform.config.settings import TrackingSettings
+    from crossfed.platform.tracking import abandoned
     from crossfed.platform.tracking import ui as mlflow_ui
     from crossfed.platform.tracking.tracker import resolve_uri
+    from crossfed.platform.uris import sqlite_path
 
     store = resolve_uri(TrackingSettings(uri=uri), out)
     if store.startswith("http"):
         raise CrossfedError(f"{store} is an MLflow server with a UI of its own; open it in a browser.")
-    database = Path(store.removeprefix("sqlite:///"))
-    if not database.exists():
+    database = sqlite_path(store) if store.startswith("sqlite") else None
+    if database is not None and not database.exists():
         raise CrossfedError(
             f"There is no tracking database {database}; start a run first, or name the folder with --out."
         )
+    if left := abandoned.close(out, store):
+        typer.echo(abandoned.sentence(left, out))
     address = f"http://127.0.0.1:{port}"
     pages = mlflow_ui.links(store, address)
     for name, link in pages.items():
         typer.echo(f"{name}: {link}")
     typer.echo(f"MLflow UI on {address}, in some seconds (Ctrl-C ends it)")
-    mlflow_ui.serve(store, (database.parent / "mlartifacts").absolute(), port)
+    mlflow_ui.serve(store, ((database.parent if database is not None else out) / "mlartifacts").absolute(), port)
 
 
 @app.command()
@@ -494,6 +487,7 @@ def entry() -> None:
 
     Ray's threads can crash an interpreter that ends in the middle of Ray's start; all is told and saved by then.
     """
+    own_process()
     try:
         main()
     except SystemExit as ended:

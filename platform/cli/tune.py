@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
-import signal
 from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +15,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from crossfed.platform.cli import complete
+from crossfed.platform.endings import terminable
 from crossfed.platform.errors import CrossfedError
 
 if TYPE_CHECKING:
@@ -233,18 +232,13 @@ def _finals(summary: dict[str, Any]) -> list[str]:
 
 def _run(call: Any, hint: Callable[[], str]) -> Any:
     """What `call` gives; Ctrl-C and SIGTERM end it with a hint at how to go on."""
-
-    def end(_signal: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
+    ending = terminable(hint)
     try:
-        return call()
+        with ending:
+            return call()
     except KeyboardInterrupt:
-        typer.echo(f"Interrupted. {hint()}", err=True)
+        ending.tell()
         raise typer.Exit(130) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _kept(folder: Path) -> str:
@@ -317,8 +311,10 @@ def start(
 
 
 def _default_name(base: RunConfig) -> str:
+    from crossfed.platform.registry import method_name
+
     data = base.data.name if base.data else "synthetic"
-    method = re.sub(r"[^A-Za-z0-9]+", "_", base.method)
+    method = re.sub(r"[^A-Za-z0-9]+", "_", method_name(base.method))
     return f"{method}-{data}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -353,8 +349,12 @@ def extend(
 def show(name: Name, out: OutOption = Path("runs")) -> None:
     """Show a study: trials, best, importance of the settings, Pareto front, the winner's final runs."""
     from crossfed.platform.checkpoint import read_json
+    from crossfed.platform.tracking import abandoned
 
     study = _study().Study.open(_study().find_study(name, out))
+    if not abandoned.in_use(study.folder) and not study.over():
+        abandoned.close(study.folder.parent, study.base.tracking.uri, study.folder)
+        typer.echo(f"interrupted: nobody works on this study; crossfed tune resume {study.folder} goes on with it")
     _console().print(importlib.import_module("crossfed.tuning.report.tables").show(study.optuna))
     summary = study.folder / "study.json"
     if summary.is_file():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import secrets
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from crossfed.platform.config.settings import Resources
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.method import SERVER
+from crossfed.platform.uris import home
 
 SERVER_RESOURCE = "crossfed_server"
 """Ray's custom resource by which machines are set aside for server actors (cluster.yaml gives it to the head)."""
@@ -76,7 +78,7 @@ def connect(resources: Resources) -> bool:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         AuthenticationTokenLoader.instance().reset_cache()  # an attempt to join may have found none
     try:
-        with _no_address(), _loopback(), _terminable():
+        with _no_address(), _loopback(), _apart(), _terminable():
             ray.init(address="local", include_dashboard=False, **quiet)  # without it, what `ray start` left is joined
     except Exception as error:  # Ray raises nothing narrower where its processes do not come up in time
         reason = str(error).splitlines()[0]
@@ -200,8 +202,9 @@ def token_source() -> str | None:
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         if os.environ.get(name):
             return name
-    path = Path.home() / ".ray" / "auth_token"
-    return str(path) if path.exists() else None
+    folder = home()
+    path = folder and folder / ".ray" / "auth_token"
+    return str(path) if path and path.exists() else None
 
 
 def refused() -> str:
@@ -231,6 +234,23 @@ def _loopback() -> Iterator[None]:
             del os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR]
         else:
             os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = kept
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Start Ray's processes in a process group of their own: a signal to ours is for this process, which ends them."""
+    module: Any = services
+    usual: Any = module.ConsolePopen
+
+    class Apart(usual):
+        def __init__(self, *given: Any, **named: Any):
+            super().__init__(*given, **{**named, "process_group": 0})
+
+    module.ConsolePopen = Apart
+    try:
+        yield
+    finally:
+        module.ConsolePopen = usual
 
 
 @contextlib.contextmanager
@@ -270,12 +290,114 @@ def shares(
     return ({SERVER: server} if SERVER in nodes else {}) | found
 
 
-def preflight(wanted: dict[str, Share], alive: Sequence[dict[str, Any]]) -> None:
+def fitted(
+    resources: Resources, nodes: Sequence[str], machines: Sequence[Mapping[str, Any]], at_once: int = 1
+) -> dict[str, Share]:
+    """What every node reserves on these machines: `shares`, or half, a third … of a CPU where those do not fit.
+
+    An actor lies on one machine: of 1 and 2 CPUs, four actors can have 0.5 each, and not 0.75.
+
+    Args:
+        machines: rows of `ray.nodes()`. at_once: how many such runs share the machines.
+
+    Returns:
+        Shares by node. Where no size fits, those that would divide the totals; `preflight` refuses them.
+    """
+    alive = [row["Resources"] for row in machines if row["Alive"]]
+    cpus, gpus = (sum(row.get(kind, 0.0) for row in alive) / at_once for kind in ("CPU", "GPU"))
+    even = shares(resources, nodes, cpus, gpus, any(SERVER_RESOURCE in row for row in alive))
+    fixed = {
+        name for name in even if (resources.cpus_server if name == SERVER else resources.cpus_per_domain) is not None
+    }
+    most = max((share.cpus for name, share in even.items() if name not in fixed), default=0.0)
+    smaller = (size for part in range(1, 101) if (size := _down(1 / part)) < most)
+    for size in (most, *smaller):
+        tried = {
+            name: share if name in fixed else dataclasses.replace(share, cpus=size) for name, share in even.items()
+        }
+        if _pack([tried] * at_once, alive, resources.placement) is None:
+            return tried
+    return even
+
+
+def _pack(runs: Sequence[Mapping[str, Share]], machines: Sequence[Mapping[str, float]], strategy: str) -> str | None:
+    """Put the actors of every run on machines, the largest first; the first one that finds no room, None where all do.
+
+    Args:
+        runs: shares by node, per run. machines: Ray's totals of each. strategy: Ray's, which holds within a run.
+    """
+    rooms = [_Room(machine) for machine in machines]
+    for run in runs:
+        order = sorted(run.items(), key=lambda row: (-row[1].gpus, -row[1].slot, -row[1].cpus))
+        if strategy == "STRICT_PACK":
+            total = Share(
+                sum(share.cpus for _, share in order),
+                0.0,
+                sum(share.slot for _, share in order),
+            )
+            rooms.sort(key=lambda room: room.cpus)
+            chosen = next((room for room in rooms if room.fits(total) and room.all_gpus(order)), None)
+            if chosen is None:
+                return order[0][0]
+            for _, share in order:
+                chosen.take(share)
+            continue
+        used: set[int] = set()
+        for name, share in order:
+            # the fullest machine that has room; those with a GPU are left to those who need one
+            rooms.sort(key=lambda room: (len(room.gpus) > 0, room.cpus))
+            found = next((room for room in rooms if id(room) not in used and room.fits(share)), None)
+            if found is None:
+                return name
+            found.take(share)
+            if strategy == "STRICT_SPREAD":
+                used.add(id(found))
+    return None
+
+
+class _Room:
+    """What is left of a machine."""
+
+    def __init__(self, machine: Mapping[str, float]):
+        self.cpus = machine.get("CPU", 0.0)
+        self.slot = machine.get(SERVER_RESOURCE, 0.0)
+        self.gpus = [1.0] * int(machine.get("GPU", 0.0))
+
+    def fits(self, share: Share) -> bool:
+        if share.cpus > self.cpus + 1e-6 or share.slot > self.slot + 1e-9:
+            return False
+        if share.gpus >= 1:
+            return sum(gpu > 1 - 1e-6 for gpu in self.gpus) >= share.gpus
+        return not share.gpus or any(share.gpus <= gpu + 1e-6 for gpu in self.gpus)
+
+    def all_gpus(self, order: Sequence[tuple[str, Share]]) -> bool:
+        """Whether the GPU shares of all these fit together."""
+        left = _Room({"GPU": float(len(self.gpus))})
+        left.gpus = list(self.gpus)
+        for _, share in order:
+            alone = Share(0.0, share.gpus)
+            if not left.fits(alone):
+                return False
+            left.take(alone)
+        return True
+
+    def take(self, share: Share) -> None:
+        self.cpus -= share.cpus
+        self.slot -= share.slot
+        for _ in range(int(share.gpus)):
+            self.gpus.remove(next(gpu for gpu in self.gpus if gpu > 1 - 1e-6))
+        if 0 < share.gpus < 1:
+            place = next(index for index, gpu in enumerate(self.gpus) if share.gpus <= gpu + 1e-6)
+            self.gpus[place] -= share.gpus
+
+
+def preflight(wanted: Mapping[str, Share], alive: Sequence[Mapping[str, Any]], strategy: str = "PACK") -> None:
     """Refuse what this cluster can never place.
 
     Args:
         wanted: shares by node.
         alive: rows of `ray.nodes()`.
+        strategy: Ray's, of the placement group.
 
     Raises:
         CrossfedError: the shortfall in words: how much is needed, how much there is, or which actor fits no machine.
@@ -314,6 +436,14 @@ def preflight(wanted: dict[str, Share], alive: Sequence[dict[str, Any]]) -> None
     for name, share in wanted.items():
         if share.gpus > 1 and share.gpus != int(share.gpus):
             raise CrossfedError(f"{name} asks for {share.gpus:g} GPUs; Ray gives a fraction below 1 or a whole number.")
+    if (left := _pack([wanted], machines, strategy)) is not None:
+        asked = ", ".join(f"{name} {share.cpus:g}" for name, share in wanted.items())
+        each = " + ".join(f"{machine.get('CPU', 0.0):g}" for machine in machines)
+        raise CrossfedError(
+            f"No machine has room for {left} beside the others: an actor lies on one machine, the machines have {each} "
+            f"CPUs, and {asked} are asked for with resources.placement={strategy}; lower resources.cpus_per_domain or "
+            "resources.cpus_server, or leave both out."
+        )
 
 
 def _take(free: list[list[float]], share: float) -> bool:
@@ -326,23 +456,42 @@ def _take(free: list[list[float]], share: float) -> bool:
     return False
 
 
-def reserve(wanted: dict[str, Share], strategy: str, timeout: float) -> PlacementGroup:
+def reserve(
+    wanted: dict[str, Share], strategy: str, timeout: float, say: Callable[[str], None] = lambda _: None
+) -> PlacementGroup:
     """One placement group with one bundle per node, in the order of `wanted`.
+
+    Args:
+        say: told, in a sentence, where room is not there at once.
 
     Raises:
         CrossfedError: the bundles were not placed within `timeout` seconds (others hold the resources).
     """
     group = placement_group([share.bundle() for share in wanted.values()], strategy=strategy)
-    if not group.wait(timeout):
+    placed = group.wait(min(timeout, 5.0))
+    if not placed and timeout > 5.0:
+        say(f"actors     waiting up to {timeout:g} s for room that others hold; free now: {free()}")
+        placed = group.wait(timeout - 5.0)
+    if not placed:
         remove_placement_group(group)
-        free = ", ".join(
-            f"{value:g} {kind}" for kind, value in ray.available_resources().items() if kind in ("CPU", "GPU")
-        )
+        asked = ", ".join(f"{name} {share.cpus:g}" for name, share in wanted.items())
         raise CrossfedError(
-            f"The cluster could not place all actors ({strategy}) within {timeout:g} s: free now: {free or 'nothing'}. "
-            "Wait for other runs, or lower the shares."
+            f"The cluster could not place all actors ({strategy}) within {timeout:g} s (resources.start_timeout): CPUs "
+            f"asked for: {asked}; free now: {free()}. Wait for other runs, or lower the shares."
         )
     return group
+
+
+def free() -> str:
+    """What is not reserved now, by machine, in words."""
+    left = ray._private.state.available_resources_per_node()
+    parts = []
+    for row in ray.nodes():
+        room = left.get(row["NodeID"], {})
+        amounts = [f"{room[kind]:g} {kind}" for kind in ("CPU", "GPU") if room.get(kind)]
+        if row["Alive"]:
+            parts.append(f"{' and '.join(amounts) or 'nothing'} on {row['NodeManagerHostname']}")
+    return ", ".join(parts) or "nothing"
 
 
 def assigned_device(resources: Resources, name: str) -> tuple[torch.device, list[str]]:

@@ -31,7 +31,11 @@ from crossfed.platform.registry import nearest
 
 ADDRESS = "http://127.0.0.1:8265"
 """Where `ray dashboard cluster.yaml` brings the head's job server."""
-COMMANDS = ("run", "tune", "tune-all", "doctor")
+JOINING = ("run", "tune", "tune-all", "doctor")
+"""Commands that take a cluster's address, and write runs: they need --out."""
+READING = ("evaluate", "compare", "audit", "report", "analyse")
+"""Commands that read runs: each names at least one, by a path that every machine sees."""
+COMMANDS = (*JOINING, *READING)
 """What can be submitted."""
 TOP = ("data", "runs", "shared", "build", "dist", "mlruns", "mlartifacts", "wandb", "outputs", "env")
 """Not uploaded from the top of the working directory."""
@@ -71,13 +75,16 @@ def entrypoint(arguments: Sequence[str]) -> str:
         )
     if words[0] not in COMMANDS:
         raise CrossfedError(f"{words[0]!r} cannot be submitted{nearest(words[0], COMMANDS)}")
-    for option in ("--out", "--data"):
+    for option in ("--out", "--data", "--to", "--out-file"):
         value = _value(words, option)
         if value is not None and not value.startswith("/") and "://" not in value:
             raise CrossfedError(
                 f"{option} {value} is relative to a temporary folder in a job; give a path or URI that every machine of the "
                 f"cluster sees, such as /mnt/shared/{value}."
             )
+    if words[0] in READING:
+        _absolute(words)
+        return shlex.join(["crossfed", *words])
     if _value(words, "--out") is None:
         raise CrossfedError(
             "--out is missing: a job's working directory is temporary; give a path or URI that every machine of the cluster "
@@ -86,6 +93,25 @@ def entrypoint(arguments: Sequence[str]) -> str:
     if _value(words, "--address") is None and _joins(words):
         words += ["--address", "auto"]
     return shlex.join(["crossfed", *words])
+
+
+def _absolute(words: Sequence[str]) -> None:
+    """Refuse a command that reads runs by paths that mean nothing in a job's temporary folder.
+
+    Its runs are given by path or URI, or by name together with --out.
+    """
+    given = [word for word in words[1:] if not word.startswith("-")]
+    seen = [word for word in given if word.startswith(("/", "mlflow:")) or "://" in word]
+    if not seen:
+        raise CrossfedError(
+            f"{words[0]} names no run that a job would find: its working directory is temporary; give runs by a path that "
+            "every machine of the cluster sees, such as /mnt/shared/runs/NAME, or names with --out /mnt/shared/runs."
+        )
+    if words[0] in ("report", "analyse") and _value(words, "--to") is None and _value(words, "--out") is None:
+        raise CrossfedError(
+            f"--to is missing: {words[0]} writes into the job's working directory otherwise, which is temporary; give a folder "
+            "that every machine of the cluster sees, such as --to /mnt/shared/reports."
+        )
 
 
 def _value(words: Sequence[str], option: str) -> str | None:

@@ -144,7 +144,9 @@ class Resources(Settings):
     )
     threads: int = Field(1, ge=1, le=512, description="torch threads per node; part of what makes CPU runs bit-equal")
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field("PACK", description="Ray's strategy")
-    start_timeout: float = Field(120.0, gt=0, description="seconds within which all actors must be up")
+    start_timeout: float = Field(
+        120.0, gt=0, description="seconds without a sign of life of starting actors after which they are given up"
+    )
     round_timeout: float = Field(
         21_600.0,
         gt=0,

@@ -25,6 +25,7 @@ from filelock import FileLock
 
 from crossfed.platform.data.text import DEFAULT_ENCODER, MissingText, Progress, embed, make_encoder, missing_rows
 from crossfed.platform.errors import CrossfedError
+from crossfed.platform.uris import home
 
 Array = npt.NDArray[Any]
 
@@ -35,7 +36,11 @@ FORMAT = 1
 def default_root() -> Path:
     """`$CROSSFED_CACHE`, or else `~/.cache/crossfed`."""
     given = os.environ.get("CROSSFED_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "crossfed"
+    if given:
+        return Path(given).expanduser()
+    folder = home()
+    # without a home, as for a container's uid that has none: one per user in the folder for temporary files
+    return folder / ".cache" / "crossfed" if folder else Path(tempfile.gettempdir()) / f"crossfed-{os.getuid()}"
 
 
 def text_key(encoder_id: str, texts: Sequence[str], missing: MissingText) -> str:

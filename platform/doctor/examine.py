@@ -19,6 +19,9 @@ from crossfed.platform.cluster import connect
 from crossfed.platform.config.settings import Resources, TrackingSettings
 from crossfed.platform.doctor import probe
 from crossfed.platform.doctor.judge import Report, Wanted
+from crossfed.platform.errors import CrossfedError
+from crossfed.platform.method import SERVER
+from crossfed.platform.tracking import abandoned
 from crossfed.platform.tracking.tracker import resolve_uri
 from crossfed.platform.uris import redact
 
@@ -35,13 +38,14 @@ def examine(
     encoder: str,
     require_tracking: bool = False,
     patience: float = PATIENCE,
+    domains: int = 3,
 ) -> tuple[list[Report], Wanted]:
     """The reports of this process and of every machine, and what they are to be held against.
 
     Args:
         address: of the cluster; None starts a local one and looks at this machine.
         out: folder or URI of the runs; a file is written into it and taken away.
-        tracking_uri: as for a run. encoder: the text encoder.
+        tracking_uri: as for a run. encoder: the text encoder. domains: of the runs to come.
 
     Raises:
         CrossfedError: there is no cluster to join, or the tracking URI makes no sense.
@@ -53,11 +57,37 @@ def examine(
     started = connect.connect(Resources(address=address))
     try:
         set_aside = connect.SERVER_RESOURCE in ray.cluster_resources()
-        wanted = Wanted(out, tracking, encoder, require_tracking, set_aside)
+        wanted = Wanted(
+            out, tracking, encoder, require_tracking, set_aside, *_actors(domains), _interrupted(out, tracking_uri)
+        )
         return _ask(wanted, patience), wanted
     finally:
         if started:
             ray.shutdown()
+
+
+def _actors(domains: int) -> tuple[str, str]:
+    """What the actors of a run would reserve here, and why they could not; in words."""
+    names = [SERVER, *(f"domain {number}" for number in range(1, domains + 1))]
+    machines: list[dict[str, Any]] = ray.nodes()
+    wanted = connect.fitted(Resources(), names, machines)
+    share, server = wanted[names[-1]], wanted[SERVER]
+    actors = (
+        f"a server with {server.cpus:g} CPUs, {domains} domains with {share.cpus:g} CPUs and {share.gpus:g} GPUs each"
+    )
+    try:
+        connect.preflight(wanted, machines)
+    except CrossfedError as error:
+        return actors, str(error)
+    return f"{actors}; free now: {connect.free()}", ""
+
+
+def _interrupted(out: str, tracking_uri: str | None) -> str:
+    """Runs and studies in a folder here that nobody works on, though MLflow has them as running; recorded so."""
+    if "://" in out or not Path(out).is_dir():
+        return ""
+    left = abandoned.close(Path(out), tracking_uri)
+    return abandoned.sentence(left, Path(out)) if left else ""
 
 
 def _ask(wanted: Wanted, patience: float) -> list[Report]:

@@ -33,6 +33,9 @@ class Wanted:
         out: folder or URI of the runs. tracking: the store's address, without a password.
         require_tracking: a run refuses to start without that store. encoder: the text encoder.
         set_aside: a machine is set aside for server actors.
+        actors: what a run's actors would reserve, in words; empty where nobody asked the cluster.
+        shortage: why they fit no machines of this cluster, in words; empty where they do.
+        interrupted: runs and studies whose process ended without a word, in words; empty where there are none.
     """
 
     out: str
@@ -40,6 +43,9 @@ class Wanted:
     encoder: str
     require_tracking: bool = False
     set_aside: bool = False
+    actors: str = ""
+    shortage: str = ""
+    interrupted: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +300,22 @@ def _placement(rows: Sequence[Report], wanted: Wanted) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _actors(_: Sequence[Report], wanted: Wanted) -> Iterator[Finding]:
+    if wanted.shortage:
+        yield Finding(
+            "error", "actors", "all", wanted.shortage,
+            "start Ray with more CPUs or on more machines (--num-cpus), or ask for fewer domains (--domains)",
+        )  # fmt: skip
+
+
+def _runs(_: Sequence[Report], wanted: Wanted) -> Iterator[Finding]:
+    if wanted.interrupted:
+        yield Finding(
+            "warning", "runs", "this process", wanted.interrupted,
+            "crossfed run --resume RUN or crossfed tune resume STUDY goes on; MLflow has them as killed until then",
+        )  # fmt: skip
+
+
 def _fine(rows: Sequence[Report], wanted: Wanted) -> dict[Callable[..., Any], str]:
     """What is told of a subject about which nothing is wrong."""
     machines, first = _machines(rows), rows[0]
@@ -313,6 +335,8 @@ def _fine(rows: Sequence[Report], wanted: Wanted) -> dict[Callable[..., Any], st
         _clock: "within 2 s of the driver's",
         _disk: least.get("disk", ""),
         _memory: least.get("memory", ""),
+        _actors: wanted.actors,
+        _runs: "none was left without an end",
         _placement: "a machine is set aside for server actors" if wanted.set_aside else "any machine takes any actor",
     }
 

@@ -6,15 +6,12 @@ Payloads travel from actor to actor by object reference; this process holds the 
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from ray.exceptions import (
     ActorUnschedulableError,
     NodeDiedError,
@@ -30,9 +27,10 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from crossfed.platform.cluster import connect
+from crossfed.platform.console import span
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.federation.node import Artifacts, Node, NodeLost, Plan, Sent
-from crossfed.platform.method import SERVER, Payload
+from crossfed.platform.federation.node import Artifacts, NodeLost, Plan, Sent
+from crossfed.platform.federation.ray_actor import PULSE, NodeActor, Ref
 
 _KEPT: dict[tuple[Any, ...], dict[str, Any]] = {}
 """Emptied node processes of this trial, by placement."""
@@ -42,71 +40,6 @@ LOST = (RayActorError, OutOfMemoryError, ObjectLostError, NodeDiedError, WorkerC
 
 GRACE = 5.0
 """Seconds that the other nodes have to finish when one has raised; so that of several errors always the same is told."""
-
-PULSE = "pulse"
-"""The actors' second thread, which answers while a step runs in the first."""
-
-Ref = Any
-"""An object reference; Ray's own annotation has no useful type argument for a payload."""
-
-
-def _fetch(inbox: Mapping[str, Ref]) -> dict[str, Payload]:
-    """The payloads behind the references; Ray's arrays are read-only already."""
-    return dict(zip(inbox, ray.get(list(inbox.values())), strict=True))
-
-
-def _put(send: Mapping[str, Payload]) -> dict[str, Ref]:
-    """References to the payloads; one that goes to several receivers is stored once."""
-    stored: dict[int, Ref] = {}
-    for payload in send.values():
-        if id(payload) not in stored:
-            stored[id(payload)] = ray.put(dict(payload))
-    return {receiver: stored[id(payload)] for receiver, payload in send.items()}
-
-
-class NodeActor:
-    """A `Node` in its own process."""
-
-    node: Node
-
-    def build(self, plan: Plan, name: str) -> None:
-        """Make the node. Not done in `__init__`, where an error would look like a dead actor."""
-        if name == SERVER:
-            device, self.gpus = torch.device("cpu"), list[str]()
-        else:
-            device, self.gpus = connect.assigned_device(plan.config.resources, name)
-        self.node = Node(plan, name, device)
-
-    @ray.method(concurrency_group=PULSE)
-    def alive(self) -> None:
-        """A sign of life; answered beside a running step."""
-
-    def clear(self) -> None:
-        """Drop the node, and with it all data and state of its run."""
-        del self.node
-
-    def call(self, method: str, *args: Any) -> Any:
-        return getattr(self.node, method)(*args)
-
-    def run_phase(self, stage: int, part: str, phase: int, round: int, inbox: Mapping[str, Ref]) -> Sent:
-        send, rows, metrics = self.node.run_phase(stage, part, phase, round, _fetch(inbox))
-        return Sent(_put(send), rows, metrics)
-
-    def save(self, folder: Path, inbox: Mapping[str, Ref]) -> dict[str, str]:
-        return self.node.save(folder, _fetch(inbox))
-
-    def load_state(self, folder: Path) -> dict[str, Ref]:
-        return _put(self.node.load_state(folder))
-
-    def where(self) -> dict[str, Any]:
-        context = ray.get_runtime_context()
-        return {
-            "host": socket.gethostname(),
-            "ray_node": context.get_node_id(),
-            "pid": os.getpid(),
-            "gpu_ids": self.gpus,
-            "device": str(self.node.device),
-        }
 
 
 class RayNodes:
@@ -130,18 +63,16 @@ class RayNodes:
     def preflight(self, plan: Plan) -> None:
         resources = plan.config.resources
         self.started = connect.connect(resources) or self.started
-        total = ray.cluster_resources()
-        self.shares = connect.shares(
-            resources, plan.nodes, total.get("CPU", 0.0), total.get("GPU", 0.0), connect.SERVER_RESOURCE in total
-        )
-        connect.preflight(self.shares, ray.nodes())
+        machines = ray.nodes()
+        self.shares = connect.fitted(resources, plan.nodes, machines)
+        connect.preflight(self.shares, machines, resources.placement)
 
-    def start(self, plan: Plan, artifacts: Artifacts) -> None:
-        resources = plan.config.resources
+    def start(self, plan: Plan, artifacts: Artifacts, say: Callable[[str], None] = lambda _: None) -> None:
+        resources, began = plan.config.resources, time.monotonic()
         until = time.monotonic() + resources.start_timeout
         while True:
             try:
-                self._build(plan)
+                self._build(plan, say)
                 break
             except NodeLost:
                 # the loss that this start makes good: Ray notices seconds later that a machine is gone, and places actors on it
@@ -150,17 +81,18 @@ class RayNodes:
                 self.stop()
                 time.sleep(1.0)
         self.heartbeat = resources.heartbeat_timeout
+        say(f"actors     all up after {span(time.monotonic() - began)}; each loads its data")
         self.deadline(resources.round_timeout, "loading the data")
         sizes = self.each("prepare", {name: (ray.put(dict(artifacts.get(name, {}))),) for name in self.actors})
         self.each("connect", dict.fromkeys(self.actors, (sizes,)))
         self.restarting = True  # from here on, whoever starts again has lost something
 
-    def _build(self, plan: Plan) -> None:
+    def _build(self, plan: Plan, say: Callable[[str], None]) -> None:
         """Place the actors, and make their nodes."""
         resources = plan.config.resources
         self._room(plan)
         inherited = ray.util.get_current_placement_group() if self.inherited else None
-        self.group = inherited or connect.reserve(self.shares, resources.placement, resources.start_timeout)
+        self.group = inherited or connect.reserve(self.shares, resources.placement, resources.start_timeout, say)
         self.actors = _KEPT.pop(self._place(), {})
         actor = ray.remote(concurrency_groups={PULSE: 1})(NodeActor)  # type: ignore[call-overload]
         first = self.group.bundle_count - len(self.shares)  # a trial's own bundle, where it has one, comes before
@@ -174,14 +106,14 @@ class RayNodes:
                     ),
                     max_restarts=0,  # a restart would lose the state silently; the run goes back to its last commit
                 ).remote()
-        self.heartbeat = 0.0  # an actor whose process is still starting shows no sign of life
-        self.deadline(resources.start_timeout, "their start")
-        try:
-            self._gather({name: actor.build.remote(plan, name) for name, actor in self.actors.items()})
-        except _Late as error:
-            raise CrossfedError(
-                f"{', '.join(error.names)} did not start within {resources.start_timeout:g} s (resources.start_timeout)."
-            ) from error
+        say(f"actors     {len(self.actors)} processes start and import torch: {', '.join(self.actors)}")
+        # no deadline of their own: a busy machine takes its time, and what hangs shows no sign of life
+        self.deadline(resources.round_timeout, "their start")
+        pickled = ray.cloudpickle.dumps(plan)
+        self._gather(
+            {name: actor.build.remote(pickled, name) for name, actor in self.actors.items()},
+            _Starting(self.actors, resources.start_timeout),
+        )
 
     def deadline(self, seconds: float, what: str) -> None:
         self.began, self.allowed, self.what = time.monotonic(), seconds, what
@@ -207,21 +139,25 @@ class RayNodes:
         """What a kept process must agree in: the group, and every node's name and share."""
         return (self.group.id if self.group else None, tuple(self.shares.items()))
 
-    def _gather(self, refs: Mapping[str, Ref]) -> dict[str, Any]:
+    def _gather(self, refs: Mapping[str, Ref], pulse: _Pulse | None = None) -> dict[str, Any]:
         """Results by node."""
         self.sound = False
-        done = self._collect(refs)
+        done = self._collect(refs, pulse)
         self.sound = True
         return done
 
-    def _collect(self, refs: Mapping[str, Ref]) -> dict[str, Any]:
+    def _collect(self, refs: Mapping[str, Ref], pulse: _Pulse | None = None) -> dict[str, Any]:
         """Results by node, each looked at as it comes in.
+
+        Args:
+            pulse: asks for signs of life meanwhile; by default of every actor, by `heartbeat`.
 
         Raises:
             CrossfedError: what a node raised.
             NodeLost: an actor, its machine, or a message it owned is gone; its process is silent; or it is late.
         """
-        waiting, pulse = {ref: name for name, ref in refs.items()}, _Pulse(self.actors, self.heartbeat)
+        waiting = {ref: name for name, ref in refs.items()}
+        pulse = pulse or _Pulse(self.actors, self.heartbeat)
         done: dict[str, Any] = {}
         seconds: dict[str, float] = {}
         errors: dict[str, Exception] = {}
@@ -240,7 +176,7 @@ class RayNodes:
             if errors and until > (soon := time.monotonic() + GRACE):
                 until = soon
             if not ready:
-                pulse.check()
+                pulse.check(waiting.values())
         if errors:
             raise next(errors[name] for name in refs if name in errors)
         if waiting:
@@ -329,8 +265,11 @@ class _Pulse:
         self.seen = dict.fromkeys(actors, time.monotonic())
         self.asked: dict[str, Ref] = {}
 
-    def check(self) -> None:
+    def check(self, waiting: Collection[str]) -> None:
         """Read the answers, ask again.
+
+        Args:
+            waiting: who has not done what all were asked to do.
 
         Raises:
             NodeLost: an actor is gone, or has been silent for too long.
@@ -347,11 +286,35 @@ class _Pulse:
                 self.seen[name] = now
             if name not in self.asked:
                 self.asked[name] = actor.alive.remote()
-            if now - self.seen[name] > self.limit:
+        self._judge(now, waiting)
+
+    def _judge(self, now: float, waiting: Collection[str]) -> None:
+        for name, seen in self.seen.items():
+            if now - seen > self.limit:
                 raise NodeLost(
-                    f"{name} was lost: its process has not answered for {now - self.seen[name]:.0f} s "
+                    f"{name} was lost: its process has not answered for {now - seen:.0f} s "
                     "(resources.heartbeat_timeout)"
                 )
+
+
+class _Starting(_Pulse):
+    """The same while processes start, which a busy machine lets do so one after the other.
+
+    The clock runs from the last sign of life of any that is not up; those that are up prove nothing.
+    """
+
+    def __init__(self, actors: Mapping[str, Any], limit: float):
+        super().__init__(actors, limit)
+        self.latest = time.monotonic()
+
+    def _judge(self, now: float, waiting: Collection[str]) -> None:
+        self.latest = max([self.latest, *(self.seen[name] for name in waiting)])
+        if now - self.latest > self.limit:
+            raise CrossfedError(
+                f"{', '.join(waiting)} did not start: no sign of life for {now - self.latest:.0f} s "
+                f"(resources.start_timeout={self.limit:g}). Where the machine is busy, wait for what else runs on it, take "
+                f"fewer trials at once (--concurrent), or allow more: --set resources.start_timeout={2 * self.limit:g}."
+            )
 
 
 def _told(name: str, error: Exception) -> Exception:

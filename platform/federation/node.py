@@ -7,10 +7,13 @@ Both give a method the same view, so that both give the same numbers.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import re
 import resource
 import shutil
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +38,7 @@ from crossfed.platform.federation.controls import Delivery
 from crossfed.platform.federation.payloads import Entry, Gate, check_metrics, freeze
 from crossfed.platform.federation.privacy import tell_apart
 from crossfed.platform.method import SERVER, Array, Context, Interactions, Out, Payload, generators, noise_generator
+from crossfed.platform.registry import at
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -161,7 +165,7 @@ class Node:
         init = self.method.init_server if self.name == SERVER else self.method.init_domain
         if init is None:
             raise RuntimeError(f"{self.method.name} has no server")
-        with _memory(self.name):
+        with self._own("its start", init), _memory(self.name):
             self.state = init(self.config, self._context("init", 0))
 
     def _context(self, stage: str, round: int, *where: str | int) -> Context:
@@ -190,11 +194,12 @@ class Node:
         step = getattr(where, part)[phase].step
         self.gate.receive(where, inbox)
         inbox = self.delivery(where.name, round, part, phase, inbox)
-        with _memory(self.name):
+        place = f"stage {where.name}, {part}, phase {phase + 1}" + (f", round {round}" if round else "")
+        with self._own(place, step), _memory(self.name):
             out = step(self.state, inbox, self._context(where.name, round, part, phase))
         if not isinstance(out, Out):
             raise CrossfedError(
-                f"{self.name}: a step of stage {where.name!r} returned a {type(out).__name__}, not an Out."
+                f"{self.name}, {place}: step {_called(step)} returned a {type(out).__name__}, not an Out{_lies(step)}."
             )
         rows = tell_apart(self.releases, where.name, part, out.send, self.gate.check(where, round, out.send))
         if self.plan.config.evaluation.audit and self.data is not None:
@@ -240,11 +245,12 @@ class Node:
         protocol = get_protocol(evaluation.protocol)
         torch.manual_seed(0)
         if self.method.observe is not None:
-            self.method.observe(self.state, known)
+            with self._own(f"before ranking {part}", self.method.observe):
+                self.method.observe(self.state, known)
         try:
             drawn = None if protocol.negatives is None else self._candidates(part, users, protocol.negatives)
             ranking = rank(
-                lambda batch: self.method.score(self.state, batch),
+                lambda batch: self._score(part, batch),
                 users, seen.indptr, seen.items, indptr, items, data.n_items, evaluation.ks, candidates=drawn,
             )  # fmt: skip
         except CrossfedError as error:
@@ -252,6 +258,35 @@ class Node:
         wanted = [evaluation.select, *(f"{name}_at_{k}" for name in evaluation.metrics for k in evaluation.ks)]
         metrics = {name: float(ranking.macro[name]) for name in dict.fromkeys(wanted)}
         return Measured(metrics, ranking.candidates, len(users)), ranking
+
+    def _score(self, part: str, users: Array) -> torch.Tensor:
+        """The method's scores of users (row numbers), [b, n_items]; that they are a tensor is checked."""
+        score = self.method.score
+        with self._own(f"ranking {part}", score), _memory(self.name):
+            scores = score(self.state, users)
+        if not isinstance(scores, torch.Tensor):
+            raise CrossfedError(
+                f"{_called(score)} returned a {type(scores).__name__}, not a tensor [users, items]{_lies(score)}"
+            )
+        return scores
+
+    @contextlib.contextmanager
+    def _own(self, where: str, function: Callable[..., Any]) -> Iterator[None]:
+        """Tell in one sentence what the method's own code raised, and where; the traceback is kept in a file."""
+        try:
+            yield
+        except CrossfedError:
+            raise
+        except Exception as error:
+            files = {_source(function), _source(self.method.stages)}
+            file = self.plan.run_dir / f"error-{self.name}.txt"
+            with contextlib.suppress(OSError):  # the sentence matters more
+                file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            words = " ".join(str(error).split())[:300].rstrip(".")
+            raise CrossfedError(
+                f"{self.name}, {where}: {_called(function)} raised {type(error).__name__}"
+                f"{': ' if words else ''}{words}{at(error, files)}; the traceback is in {file}."
+            ) from error
 
     def _candidates(self, part: str, users: Array, count: int) -> candidates.Candidates:
         """The sampled items of a part, drawn from what the user has in no part; kept for the next evaluation."""
@@ -272,9 +307,10 @@ class Node:
 
         No interactions, and no user id.
         """
-        tensors = {
-            key: value.detach().cpu().contiguous().clone() for key, value in self.method.export(self.state).items()
-        }
+        with self._own("the export of the model", self.method.export):
+            tensors = {
+                key: value.detach().cpu().contiguous().clone() for key, value in self.method.export(self.state).items()
+            }
         path = self.plan.run_dir / "model" / f"{self.name}.safetensors"
         with checkpoint.writing(path):
             path.parent.mkdir(exist_ok=True)
@@ -347,6 +383,30 @@ class Node:
         return {sender: dict(payload) for sender, payload in checkpoint.load(folder / f"{self.name}.inbox").items()}
 
 
+def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that the method's file defines, without what is wrapped around it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.unwrap(function)
+
+
+def _called(function: Callable[..., Any]) -> str:
+    """A function's name, in words."""
+    return str(getattr(_bare(function), "__qualname__", type(function).__name__))
+
+
+def _source(function: Callable[..., Any]) -> str:
+    """The file that defines a function; nothing where that is not known."""
+    code = getattr(_bare(function), "__code__", None)
+    return str(code.co_filename) if code else ""
+
+
+def _lies(function: Callable[..., Any]) -> str:
+    """Where a function is defined, for the middle of a sentence."""
+    code = getattr(_bare(function), "__code__", None)
+    return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
+
+
 @contextlib.contextmanager
 def _memory(name: str) -> Iterator[None]:
     """Tell in one sentence that a node's memory is full."""
@@ -388,8 +448,8 @@ class Nodes(Protocol):
     def preflight(self, plan: Plan) -> None:
         """Refuse, before anything is computed, what cannot be placed."""
 
-    def start(self, plan: Plan, artifacts: Artifacts) -> None:
-        """Build every node and its initial state."""
+    def start(self, plan: Plan, artifacts: Artifacts, say: Callable[[str], None] = lambda _: None) -> None:
+        """Build every node and its initial state; `say` is told, in a line, what is being waited for."""
 
     def deadline(self, seconds: float, what: str) -> None:
         """From now on, all that is asked of the nodes must be done within so many seconds; `what` it is, in words."""
@@ -414,6 +474,9 @@ class Nodes(Protocol):
     def stop(self) -> None:
         """End every node; may be called more than once."""
 
+    def close(self) -> None:
+        """End every node and leave what they ran on, after which no other call makes sense; may be called again."""
+
 
 class InProcess:
     """All nodes in this process, one after the other."""
@@ -425,7 +488,8 @@ class InProcess:
     def preflight(self, plan: Plan) -> None:
         local_device(plan.config)
 
-    def start(self, plan: Plan, artifacts: Artifacts) -> None:
+    def start(self, plan: Plan, artifacts: Artifacts, say: Callable[[str], None] = lambda _: None) -> None:
+        say(f"nodes      {len(plan.nodes)} in this process load their data")
         device = local_device(plan.config)
         self.nodes = {name: Node(plan, name, device) for name in plan.nodes}
         sizes = {name: node.prepare(artifacts.get(name, {})) for name, node in self.nodes.items()}
@@ -468,6 +532,9 @@ class InProcess:
     def stop(self) -> None:
         self.nodes = {}
         torch.set_num_threads(self._threads)
+
+    def close(self) -> None:
+        self.stop()
 
 
 class NodeLost(Exception):

@@ -221,6 +221,20 @@ class Rounds:
         self.ledger.go_back(self.progress.logs.get("ledger"))
         return found is not None
 
+    def upcoming(self) -> str:
+        """The round that comes next, in words; only before the last stage is over."""
+        progress = self.progress
+        stage = next((stage for stage in self.stages[progress.stage :] if stage.rounds), self.stages[-1])
+        return f"round {min(progress.round + 1, stage.rounds)} of {stage.rounds} of stage {stage.name}"
+
+    def at_the_end(self) -> bool:
+        """Whether the last commit is sound, and that of a run whose stages are all over; asks no node."""
+        try:
+            found = self.checkpoints.latest(agree=self._agree)
+        except CrossfedError:
+            return False
+        return found is not None and found[1]["stage"] >= len(self.stages)
+
     def _agree(self, progress: Mapping[str, Any]) -> None:
         """Raise CrossfedError where a commit's progress cannot be read or does not fit the logs."""
         try:

@@ -12,6 +12,7 @@ import functools
 import importlib.metadata
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -29,13 +30,14 @@ from crossfed.platform.data import synthetic
 from crossfed.platform.data.artifacts import ArtifactStore, default_root
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.federation import privacy
+from crossfed.platform.federation import pace, privacy
 from crossfed.platform.federation.controls import blame, check_control
 from crossfed.platform.federation.mirror import Mirror
 from crossfed.platform.federation.node import Artifacts, InProcess, Measured, NodeLost, Nodes, Plan
-from crossfed.platform.federation.rounds import HISTORY, LEDGER, Round, Rounds
-from crossfed.platform.federation.runs import CONFIG, DATA, RESULT, TRAINED, stored_config
+from crossfed.platform.federation.rounds import HISTORY, LEDGER, Round, Rounds, check_method
+from crossfed.platform.federation.runs import CONFIG, DATA, ENDING, PLACEMENT, RESULT, TRAINED, finished, stored_config
 from crossfed.platform.method import Direction, Scope
+from crossfed.platform.registry import method_name
 from crossfed.platform.report.recording import record, told_share, track_beside
 from crossfed.platform.tokeniser import tokenise
 from crossfed.platform.tracking import names
@@ -140,15 +142,21 @@ def run_federation(
             f"This configuration is of a run that measured {config.evaluated.run} again and trains nothing: use "
             f"crossfed evaluate, or take the block `evaluated` out."
         )
+    check_method(method, config.method_config())
     data = PreparedData.open(resolve_data(config))
     domains = chosen_domains(config, data)
     data.verify()
+    out_was_there = config.out.exists()
     run_dir = resume or _new_directory(config, data, name)
     if started:
         started(run_dir)
     plan = Plan(config, data.path.absolute(), domains, run_dir.absolute(), default_root().absolute())
-    with _locked(run_dir), view:
+    with _unless_refused(run_dir, resume is None, out_was_there), _locked(run_dir), view:
         guard(run_dir, config, data, domains)
+        if resume is not None and _over(plan, finish is not None):
+            view.note(f"{run_dir} is finished: there is nothing to resume, and nothing in it was changed.")
+            result = read_json(run_dir / RESULT)
+            return RunResult(result["run_id"], run_dir, result)
         if resume is not None and config.data != stored_config(run_dir).data:
             write_text(run_dir / CONFIG, config.to_yaml())
         synthetic = "synthetic " if data.synthetic else ""
@@ -166,19 +174,24 @@ def run_federation(
             view.warn(
                 f"In one process resources.{', resources.'.join(idle)} {'does' if len(idle) == 1 else 'do'} nothing."
             )
-        mirror = _mirror(config, run_dir, view)
-        if config.backend == "ray":
-            pass
-        tracker = track_beside(config, run_dir, data, domains, resume is not None, view)
-        try:
-            result = _run(plan, data, tracker, view, on_round, finish, artifacts, mirror)
-        except BaseException as error:
-            blame(error, config.control)
-            tracker().finish(*_ended(error))
-            raise
+        began = time.perf_counter()
+        with _nodes(config) as nodes:
+            rounds = Rounds(plan, nodes, lambda _: None, view.warn)
+            for line in rounds.expect():
+                view.note(f"privacy    {line}")
+            nodes.preflight(plan)  # what cannot be placed leaves no record anywhere
+            rounds.mirror = mirror = _mirror(config, run_dir, view)
+            tracker = track_beside(config, run_dir, data, domains, resume is not None, view)
+            try:
+                result = _run(rounds, data, tracker, view, on_round, finish, artifacts, began)
+            except BaseException as error:
+                blame(error, config.control)
+                tracker().finish(*_ended(error))
+                raise
         tracker().finish("FINISHED")
         if mirror is not None:
             mirror.finish()
+        (run_dir / ENDING).unlink(missing_ok=True)
         if shown:
             _summary(view, config, result)
             for line in privacy.summary(result["privacy"]):
@@ -208,7 +221,7 @@ def _ended(error: BaseException) -> tuple[Status, str, str]:
 def run_name(config: RunConfig) -> str:
     """A new name for a run: method, control, seed, the protocol of a second measurement, time."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    method = re.sub(r"[^A-Za-z0-9]+", "_", config.method)
+    method = re.sub(r"[^A-Za-z0-9]+", "_", method_name(config.method))
     control = "" if config.control == "none" else f"-{config.control}"
     again = "" if config.evaluated is None else f"-{config.evaluation.protocol}"
     return f"{method}{control}-s{config.seed}{again}-{stamp}-{secrets.token_hex(2)}"
@@ -231,12 +244,38 @@ def _new_directory(config: RunConfig, data: PreparedData, name: str | None) -> P
 @contextlib.contextmanager
 def _locked(run_dir: Path) -> Iterator[None]:
     """One process at a time per run directory."""
-    with (run_dir / ".lock").open("w") as file:
+    with (run_dir / ".lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CrossfedError(f"{run_dir} is being run by another process.") from None
         yield
+
+
+@contextlib.contextmanager
+def _unless_refused(run_dir: Path, new: bool, out_was_there: bool) -> Iterator[None]:
+    """Take a new run's directory away again where the run is refused before its nodes are up."""
+    try:
+        yield
+    except CrossfedError:
+        if new and not (run_dir / PLACEMENT).exists():
+            shutil.rmtree(run_dir, ignore_errors=True)
+            if not out_was_there:
+                with contextlib.suppress(OSError):  # something else may be in it by now
+                    run_dir.parent.rmdir()
+        raise
+
+
+def _over(plan: Plan, tested: bool) -> bool:
+    """Whether a run is at its end: its result is there and recorded, and so is its selected state.
+
+    Args:
+        tested: whether test metrics belong to the result.
+    """
+    run_dir = plan.run_dir
+    if (run_dir / ENDING).exists() or not (finished(run_dir) if tested else (run_dir / RESULT).is_file()):
+        return False
+    return Rounds(plan, InProcess(), lambda _: None, lambda _: None).at_the_end()
 
 
 def guard(run_dir: Path, config: RunConfig, data: PreparedData, domains: tuple[str, ...]) -> None:
@@ -306,31 +345,23 @@ def make_artifacts(config: RunConfig, view: Progress) -> Artifacts:
 
 def _nodes(config: RunConfig) -> contextlib.AbstractContextManager[Nodes]:
     if config.backend == "inprocess":
-        return _closing(InProcess())
+        return contextlib.closing(InProcess())
     from crossfed.platform.federation.actors import RayNodes  # ray takes seconds to import and is not needed in process
 
     return contextlib.closing(RayNodes())
 
 
-@contextlib.contextmanager
-def _closing(nodes: InProcess) -> Iterator[Nodes]:
-    try:
-        yield nodes
-    finally:
-        nodes.stop()
-
-
 def _run(
-    plan: Plan,
+    rounds: Rounds,
     data: PreparedData,
     tracker: Callable[[], Tracker],
     view: Progress,
     on_round: Callable[[Round], None] | None,
     finish: Finish | None,
     artifacts: Artifacts | None,
-    mirror: Mirror | None,
+    began: float,
 ) -> dict[str, Any]:
-    began, config = time.perf_counter(), plan.config
+    plan, nodes, config = rounds.plan, rounds.nodes, rounds.config
     stage = ""
 
     def told(row: Round) -> None:
@@ -346,47 +377,47 @@ def _run(
         if on_round:
             on_round(row)
 
-    with _nodes(config) as nodes:
-        rounds = Rounds(plan, nodes, told, view.warn, mirror)
-        for line in rounds.expect():
-            view.note(f"privacy    {line}")
-        nodes.preflight(plan)
-        before = time.perf_counter()
-        if artifacts is None or not tokenise.fits(config, artifacts):
-            artifacts = make_artifacts(config, view)
-        sids = tokenise.describe(config, artifacts) if tokenise.SIDS in config.resolved.artifacts else None
-        encode, lost = time.perf_counter() - before, 0
-        while True:
-            try:
-                nodes.start(plan, artifacts)
-                there = rounds.restore()
-                if config.evaluated is not None:
-                    _check_trained(rounds, config.evaluated.run, sids)
-                elif there:
-                    view.note(f"continuing after round {rounds.progress.step} of the run")
-                placement = nodes.placement()
-                write_json(plan.run_dir / "placement.json", placement)
-                rounds.run()
-                ready = time.perf_counter()
-                nodes.deadline(config.resources.round_timeout, "the final evaluation")
-                validation: dict[str, Measured] = nodes.each("evaluate", dict.fromkeys(plan.domains, ()))
-                test = finish(plan, nodes) if finish else {}
-                audit = nodes.each("audit", dict.fromkeys(plan.domains, ())) if config.evaluation.audit else {}
-                nodes.each("export", dict.fromkeys(plan.domains, ()))
-                memory: dict[str, dict[str, int | None]] = nodes.each("memory", dict.fromkeys(plan.nodes, ()))
-                break
-            except NodeLost as error:
-                if config.resources.on_failure == "fail" or lost == config.resources.max_restarts:
-                    why = f"restarted {lost} times already, resources.max_restarts"
-                    why = "resources.on_failure=fail" if config.resources.on_failure == "fail" else why
-                    raise CrossfedError(
-                        f"{error} ({why}); the last committed round stays: crossfed run --resume {plan.run_dir}"
-                    ) from error
-                lost += 1
-                view.warn(
-                    f"{error}; going back to the last committed round (restart {lost} of {config.resources.max_restarts})"
-                )
-                nodes.stop()
+    rounds.told = told
+    before = time.perf_counter()
+    if artifacts is None or not tokenise.fits(config, artifacts):
+        artifacts = make_artifacts(config, view)
+    sids = tokenise.describe(config, artifacts) if tokenise.SIDS in config.resolved.artifacts else None
+    encode, lost = time.perf_counter() - before, 0
+    while True:
+        try:
+            nodes.start(plan, artifacts, view.note)
+            there = rounds.restore()
+            if config.evaluated is not None:
+                _check_trained(rounds, config.evaluated.run, sids)
+            elif there:
+                view.note(f"continuing after round {rounds.progress.step} of the run")
+            placement = nodes.placement()
+            write_json(plan.run_dir / PLACEMENT, placement)
+            if rounds.progress.stage < len(rounds.stages):
+                if length := pace.announcement(config, _interactions(data, plan), _cores(plan, placement)):
+                    view.note(f"time       {length}")
+                view.note(f"begins     {rounds.upcoming()}; a line follows when it is over")
+            rounds.run()
+            ready = time.perf_counter()
+            nodes.deadline(config.resources.round_timeout, "the final evaluation")
+            validation: dict[str, Measured] = nodes.each("evaluate", dict.fromkeys(plan.domains, ()))
+            test = finish(plan, nodes) if finish else {}
+            audit = nodes.each("audit", dict.fromkeys(plan.domains, ())) if config.evaluation.audit else {}
+            nodes.each("export", dict.fromkeys(plan.domains, ()))
+            memory: dict[str, dict[str, int | None]] = nodes.each("memory", dict.fromkeys(plan.nodes, ()))
+            break
+        except NodeLost as error:
+            if config.resources.on_failure == "fail" or lost == config.resources.max_restarts:
+                why = f"restarted {lost} times already, resources.max_restarts"
+                why = "resources.on_failure=fail" if config.resources.on_failure == "fail" else why
+                resume = f"; the last committed round stays: crossfed run --resume {plan.run_dir}"
+                raise CrossfedError(f"{error} ({why}){resume if rounds.progress.commits else '.'}") from error
+            lost += 1
+            view.warn(
+                f"{error}; going back to the last committed round (restart {lost} of {config.resources.max_restarts})"
+            )
+            nodes.stop()
+    nodes.close()
     ended = time.perf_counter()
     import pandas as pd  # here, because a run that is refused needs none of it
 
@@ -396,7 +427,7 @@ def _run(
     )
     result = {
         "run_id": plan.run_dir.name,
-        "method": config.method,
+        "method": method_name(config.method),
         "scope": str(config.resolved.scope),
         "preset": config.preset,
         "control": config.control,
@@ -424,6 +455,8 @@ def _run(
         "bytes": _bytes(ledger, plan.domains),
         "privacy": rounds.accountant.report(rounds.ledger.rows(), rounds.progress.budget_stops),
     } | ({"tokeniser": sids} if sids else {})
+    if ":" in config.method:
+        result["method_from"] = config.method
     executed: dict[str, Any] = {
         "seconds": {
             "total": ended - began,
@@ -442,10 +475,24 @@ def _run(
         result["evaluated"] = config.evaluated.model_dump(mode="json") | executed
         executed = {key: trained[key] for key in executed if key in trained}
     result |= executed
+    with writing(plan.run_dir):
+        (plan.run_dir / ENDING).touch()
     write_json(plan.run_dir / RESULT, result)
     with writing(plan.run_dir):
         record(plan, result, rounds.history.rows(), ledger, tracker(), view)
     return result
+
+
+def _interactions(data: PreparedData, plan: Plan) -> int:
+    """The interactions of a run's domains."""
+    return sum(int(data.manifest["domains"][name]["interactions"]) for name in plan.domains)
+
+
+def _cores(plan: Plan, placement: Mapping[str, Mapping[str, Any]]) -> float:
+    """How many cores compute for a run's domains: in one process one after the other, else each on its share."""
+    if plan.config.backend == "inprocess":
+        return 1.0
+    return sum(min(1.0, float(placement[name]["cpus"])) for name in plan.domains)
 
 
 def _check_trained(rounds: Rounds, run: str, sids: Mapping[str, Any] | None) -> None:

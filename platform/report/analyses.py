@@ -156,7 +156,7 @@ def ablation(runs: Sequence[Finished], key: str, metrics: Sequence[str] = ()) ->
     Raises:
         CrossfedError: the runs are of several methods or differ in more than the setting, or none of them is the whole method.
     """
-    method = runs[0].result["method"]
+    method = runs[0].result.get("method_from", runs[0].result["method"])
     fields = find_method(method).Config.model_fields
     if key not in fields:
         raise CrossfedError(f"{method} has no setting {key!r}{nearest(key, fields)}")

@@ -210,14 +210,14 @@ def settings_of(path: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     """All that tells a run from others but its seed, see `Finished`."""
     told = dict(result["config"])
     with contextlib.suppress(CrossfedError):  # a method that is not installed here: what the run wrote must do
-        fields = find_method(result["method"]).Config.model_fields
+        fields = find_method(result.get("method_from", result["method"])).Config.model_fields
         told = {name: field.default for name, field in fields.items() if not field.is_required()} | told
     file = path / "config.yaml"
     try:
         stored = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise CrossfedError(f"{file} is missing or damaged ({error}); restore it or run again.") from error
-    run = _flat(RunConfig(method=result["method"]).model_dump(mode="json")) | _flat(stored)
+    run = _flat(RunConfig(method=result.get("method_from", result["method"])).model_dump(mode="json")) | _flat(stored)
     return told | {key: value for key, value in run.items() if key not in _EXECUTION}
 
 

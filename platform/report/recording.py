@@ -14,6 +14,7 @@ from crossfed.platform.data.store import PreparedData
 from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.federation.node import Plan
 from crossfed.platform.federation.runs import CONFIG, DATA, RESULT
+from crossfed.platform.registry import method_name
 from crossfed.platform.tokeniser import tokenise
 from crossfed.platform.tracking import names
 from crossfed.platform.tracking.spool import RUN_ID, State
@@ -75,7 +76,7 @@ def track(
         run_title(config, run_dir, data.path.name),
         _params(config, data.path.name),
         {
-            "method": config.method,
+            "method": method_name(config.method),
             "data": data.path.name,
         }
         | config.tracking.tags,

@@ -9,13 +9,15 @@ import logging
 import os
 import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.tracking.spool import SPOOL, State
+from crossfed.platform.uris import file_uri, home, sqlite_path, sqlite_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -70,7 +72,7 @@ class Store:
         fresh = run is None
         if run is None:
             tags = {
-                "mlflow.user": getpass.getuser(),
+                "mlflow.user": _user(),
                 "mlflow.source.name": "crossfed",
                 "mlflow.source.type": "LOCAL",
                 **entry["tags"],
@@ -107,7 +109,7 @@ class Store:
 
         found = client.get_experiment_by_name(name)
         if found is None:
-            folder = None if self.uri.startswith("http") else (self._out / "mlartifacts").resolve().as_uri()
+            folder = None if self.uri.startswith("http") else file_uri(self._out / "mlartifacts")
             try:
                 # the kind decides which pages the UI offers: runs and models, not traces and prompts
                 kind = {"mlflow.experimentKind": "custom_model_development"}
@@ -220,6 +222,14 @@ def _find_run(client: MlflowClient, state: State, entry: dict[str, Any]) -> Any:
     return None
 
 
+def _user() -> str:
+    """Who runs this; in a container whose uid has no passwd entry, the uid."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # the former before Python 3.13
+        return str(os.getuid())
+
+
 @contextlib.contextmanager
 def bounded(patient: bool = False) -> Iterator[None]:
     """MLflow with short waits and nothing on stderr, for the time of one call."""
@@ -233,6 +243,8 @@ def bounded(patient: bool = False) -> Iterator[None]:
         "MLFLOW_LOG_UV_FILES": "false",
         "GIT_PYTHON_REFRESH": "quiet",
     }
+    if home() is None:  # MLflow asks for one when it is imported
+        wanted["HOME"] = tempfile.gettempdir()
     before = {name: os.environ.get(name) for name in wanted}
     loggers = {name: logging.getLogger(name) for name in ("mlflow", "alembic", "urllib3.connectionpool")}
     import mlflow  # noqa: F401  # before the levels are set: it configures its own logger when imported
@@ -274,7 +286,7 @@ def probe(uri: str) -> None:
                 # made under another name: MLflow can never complete tables that an interrupt left half made
                 part = path.with_name(path.name + ".part")
                 part.unlink(missing_ok=True)
-                MlflowClient(tracking_uri=f"sqlite:///{part}").get_experiment("0")
+                MlflowClient(tracking_uri=sqlite_uri(part)).get_experiment("0")
                 part.replace(path)
             with contextlib.closing(sqlite3.connect(path, timeout=3)) as connection:
                 connection.execute("BEGIN IMMEDIATE")
@@ -286,12 +298,6 @@ def probe(uri: str) -> None:
         if parts.hostname:
             default = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}[parts.scheme.split("+")[0]]
             socket.create_connection((parts.hostname, parts.port or default), timeout=3).close()
-
-
-def sqlite_path(uri: str) -> Path | None:
-    """The file of a `sqlite:///` URI; None for an in-memory database."""
-    text = uri.partition(":///")[2].partition("?")[0]
-    return Path(unquote(text)) if text and text != ":memory:" else None
 
 
 def words(error: BaseException) -> str:

@@ -32,7 +32,8 @@ from urllib.parse import urlsplit
 
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.tracking.spool import REFUSED, STATE, Spool, State, now
-from crossfed.platform.tracking.store import TAG_LIMIT, RefusedError, Store, bounded, probe, sqlite_path, words
+from crossfed.platform.tracking.store import TAG_LIMIT, RefusedError, Store, bounded, probe, words
+from crossfed.platform.uris import sqlite_path, sqlite_uri
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -112,7 +113,7 @@ def resolve_uri(settings: TrackingSettings, out: Path) -> str:
     if uri is None and (uri := os.environ.get("MLFLOW_TRACKING_URI") or None):
         where = "the environment variable MLFLOW_TRACKING_URI"
     if uri is None:
-        return f"sqlite:///{(out / 'mlflow.db').resolve()}"
+        return sqlite_uri(out / "mlflow.db")
     scheme = urlsplit(uri).scheme.split("+")[0]
     if scheme in ("http", "https") and urlsplit(uri).netloc:
         return uri.rstrip("/")
@@ -120,7 +121,7 @@ def resolve_uri(settings: TrackingSettings, out: Path) -> str:
         path = sqlite_path(uri)
         if path is None:
             raise CrossfedError(f"{where} is '{uri}': name a file, e.g. sqlite:///runs/mlflow.db")
-        return f"sqlite:///{path.resolve()}"
+        return sqlite_uri(path)
     if scheme in _DATABASES:
         return uri
     raise CrossfedError(

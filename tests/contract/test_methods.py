@@ -20,7 +20,7 @@ from crossfed.platform.federation.rounds import check_method
 from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import load_scorer, stored_config
 from crossfed.platform.federation.transfer import local_variant
-from crossfed.platform.method import Direction, MethodConfig, Scope
+from crossfed.platform.method import Direction, MethodConfig, Scope, stage_keys
 from crossfed.platform.registry import find_method, method_file, method_names
 from crossfed.tuning.space import space
 
@@ -97,7 +97,7 @@ def test_every_cited_equation_occurs_in_the_methods_test(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_its_yaml_builds_with_every_preset_and_its_space_is_valid(name: str) -> None:
     shipped = method_file(name)
-    assert set(shipped) <= {"config", "presets", "search", "local"}
+    assert set(shipped) <= {"config", "presets", "search", "local", "pace"}
     for preset in [None, *shipped.get("presets", {})]:
         config = build(name, preset=preset)
         check_method(config.resolved, config.method_config())
@@ -223,3 +223,10 @@ def test_it_runs_under_every_transfer_control(name: str, control: str, shops: Pa
     """What arrives means nothing, and it makes of it what it can, to the end; what it sends is still declared and finite."""
     done = run_federation(small(name, shops, tmp_path, f"control={control}"))
     assert done.result["control"] == control and sum(done.result["bytes"]["up"].values()) > 0
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_a_setting_of_one_stage_names_a_stage_that_there_is(name: str) -> None:
+    method = find_method(name)
+    stages = {stage.name for stage in method.stages(build(name).method_config())}
+    assert set(stage_keys(method.Config).values()) <= stages

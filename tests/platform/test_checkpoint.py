@@ -186,7 +186,7 @@ def test_a_log_that_lost_its_end_goes_back_with_the_commit(
     file.write_bytes(file.read_bytes()[: committed[log.split(".")[0]]["bytes"] - 1])
     resume(run_dir)
     assert outcome(run_dir) == straight
-    flip(file)
+    flip(file)  # a run whose end is there, but not what it came from, is not taken for finished
     with pytest.raises(CrossfedError, match=rf"No commit .* is sound \(the first .* bytes of .*{log} differ"):
         resume(run_dir)
 

@@ -12,7 +12,17 @@ from pydantic import ValidationError
 
 from crossfed.platform.config.settings import RunConfig, build
 from crossfed.platform.errors import CrossfedError
-from crossfed.tuning.study import Search, Study, find_study, grace_rounds, make_sampler, quality, total_rounds
+from crossfed.tuning.study import (
+    Search,
+    Study,
+    find_study,
+    grace_rounds,
+    idle,
+    make_sampler,
+    quality,
+    total_rounds,
+    unreached,
+)
 
 SPACE = {"step": {"low": 0.1, "high": 1.0}, "dim": [2, 3, 4]}
 FACTS = {"domains": {"books": 0.2, "films": 0.4}, "rounds": 4, "bytes_up": 100}
@@ -344,3 +354,63 @@ def test_a_storage_is_found_from_elsewhere_and_its_password_is_not_told(
     with pytest.raises(CrossfedError, match=r"storage nodb://\*\*\*@host/x cannot be used") as caught:
         make(tmp_path / "more", storage="nodb://me:secret@host/x")
     assert "secret" not in str(caught.value)
+
+
+def test_a_setting_that_was_tried_is_not_run_again(tmp_path: Path) -> None:
+    """Each takes the value of the first at once, and another is asked for: ten trials are ten settings."""
+    study = make(tmp_path, sampler="tpe", trials=10, startup=1, changes={"dim": [1, 2, 3, 4], "K": [2, 3, 4, 5]})
+    asked = []
+    while (task := study.next()) is not None:
+        assert task.values not in asked
+        asked.append(task.values)
+        study.finish(task.number, FACTS | {"domains": {"books": task.values["dim"], "films": 0.0}})
+    assert len(asked) == study.begun() == 10 and study.left() == 0
+    assert study.repeats, "the seed is one under which the sampler asks for a setting twice"
+    for number, same in study.repeats:
+        again, first = study.optuna.trials[number], study.optuna.trials[same]
+        assert again.values == first.values and again.params == first.params and same < number
+        assert again.user_attrs["status"] == "repeated" and "rounds" not in again.user_attrs
+    assert study.best() is not None and "repeats" not in study.best().user_attrs
+    from crossfed.tuning.report.facts import StudyFacts
+
+    assert len(StudyFacts.of(study.optuna).trials) == 10
+
+
+def test_a_setting_that_still_runs_is_not_begun_beside_it(tmp_path: Path) -> None:
+    study = make(tmp_path, sampler="random", trials=4, changes={"dim": [3, 4]})
+    first, second = study.next(), study.next()
+    assert first is not None and second is not None and first.values != second.values
+    assert study.next() is None, "both settings are being run"
+
+
+def test_a_space_of_few_settings_ends_the_study(tmp_path: Path) -> None:
+    study = make(tmp_path, sampler="random", trials=9, changes={"dim": [2, 3, 4]})
+    assert sorted(values["dim"] for values in run_all(study)) == [2, 3, 4]
+    assert study.left() == 6 and Study.open(study.folder).next() is None
+
+
+def test_what_is_perturbed_anew_each_time_is_run_again(tmp_path: Path) -> None:
+    changes = {"dim": [2, 3]}
+    study = make(tmp_path, "toys:WHISPER", sampler="random", trials=6, changes=changes)
+    assert len(run_all(study)) == 6
+    seeded = make(tmp_path, "toys:WHISPER", ("privacy.noise_seed=1",), name="t", trials=6, changes=changes)
+    assert len(run_all(seeded)) == 2
+
+
+def test_stages_that_no_trial_reaches_are_named_with_their_keys() -> None:
+    """The first stage of fedcrf has 8 rounds; a key that both stages read, or that is marked with neither, matters."""
+    from crossfed.tuning.space import space
+
+    config = build("fedcrf")
+    searched = space("fedcrf", {"tau": [0.1, 0.5], "lr": [0.001, 0.005]}, config.config)
+    short, long = Search(name="s", max_rounds=4), Search(name="s", max_rounds=9)
+    assert unreached(short, config, searched) == ("finetune",)
+    assert idle(("finetune",), config, searched) == ("alpha", "tau")
+    assert unreached(long, config, searched) == unreached(Search(name="s"), config, searched) == ()
+    fed = build("fedcrf", sets=["ablation=fed"])
+    assert unreached(Search(name="s"), fed, searched) == ("pretrain",)
+    assert idle(("pretrain",), fed, searched) == ("K", "lambda_kd", "lambda_fa")
+    both = space("fedcrf", {"ablation": ["none", "fed"]}, fed.config)
+    assert unreached(Search(name="s"), fed, both) == ()
+    # the cap ends no trial before something was measured, and the first stage of fedcgr measures nothing
+    assert unreached(Search(name="s", max_rounds=2), build("fedcgr"), {}) == ()

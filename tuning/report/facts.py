@@ -147,7 +147,7 @@ class StudyFacts:
             metric=told["metric"],
             objectives=tuple(told["objectives"]),
             signs=tuple(1 if direction == maximise else -1 for direction in study.directions),
-            trials=tuple(TrialFacts.of(trial) for trial in trials),
+            trials=tuple(TrialFacts.of(trial) for trial in trials if "repeats" not in trial.user_attrs),
         )
 
     def of_status(self, *statuses: Status) -> tuple[TrialFacts, ...]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from crossfed.platform.cluster import connect as cluster
-from crossfed.platform.cluster.connect import SERVER_RESOURCE, Share, connect, preflight, reach, shares
+from crossfed.platform.cluster.connect import SERVER_RESOURCE, Share, connect, fitted, preflight, reach, shares
 from crossfed.platform.cluster.devices import local_device
 from crossfed.platform.config.settings import Resources, build
 from crossfed.platform.errors import CrossfedError
@@ -42,7 +42,7 @@ def test_domains_share_whole_gpus(gpus: float, share: float) -> None:
     found = shares(Resources(), NODES, cpus=8, gpus=gpus)
     assert found["games"].gpus == share
     if gpus == int(gpus):
-        preflight(found, [machine(8, 0)] + [machine(0, 1)] * int(gpus))
+        preflight(found, [machine(8, 1)] * int(gpus) or [machine(8)])
 
 
 def test_the_server_stays_on_machines_that_are_set_aside() -> None:
@@ -107,6 +107,69 @@ def test_the_preflight_says_what_is_short(resources: Resources, machines: list[d
     gpus = sum(row["Resources"]["GPU"] for row in machines)
     with pytest.raises(CrossfedError, match=words):
         preflight(shares(resources, NODES, cpus, gpus), machines)
+
+
+@pytest.mark.parametrize(
+    ("machines", "share"),
+    [
+        ((1, 2), 0.5),  # three quarters each, the total divided by four, fits three times
+        ((1, 1, 1), 0.5),
+        ((2, 2), 1.0),
+        ((0.5, 3), 0.5),
+        ((8,), 1.0),
+        ((1.5, 1.5), 0.75),
+    ],
+)
+def test_shares_fit_machines_and_not_only_their_sum(machines: tuple[float, ...], share: float) -> None:
+    rows = [machine(cpus) for cpus in machines]
+    found = fitted(Resources(), NODES, rows)
+    assert {row.cpus for row in found.values()} == {share}
+    preflight(found, rows)
+
+
+def test_what_is_configured_is_packed_per_machine() -> None:
+    """0.75 each is 3 CPUs in all, which the two machines have, and fits three times."""
+    resources = Resources(cpus_per_domain=0.75, cpus_server=0.75)
+    rows = [machine(1), machine(2)]
+    with pytest.raises(
+        CrossfedError, match=r"No machine has room for games .* have 1 \+ 2 CPUs.*placement=PACK; lower"
+    ):
+        preflight(fitted(resources, NODES, rows), rows)
+    preflight(fitted(resources, NODES, [*rows, machine(1)]), [*rows, machine(1)])
+
+
+def test_a_configured_server_leaves_the_rest_to_the_domains() -> None:
+    found = fitted(Resources(cpus_server=1.5), NODES, [machine(2), machine(2)])
+    assert (found[SERVER].cpus, found["books"].cpus) == (1.5, 0.5)
+
+
+@pytest.mark.parametrize(("strategy", "share"), [("STRICT_PACK", 0.5), ("STRICT_SPREAD", 1.0), ("SPREAD", 1.0)])
+def test_the_strategy_is_heeded(strategy: str, share: float) -> None:
+    rows = [machine(2), machine(1), machine(1), machine(1)]
+    found = fitted(Resources(placement=strategy), NODES, rows)
+    assert found["books"].cpus == share
+    preflight(found, rows, strategy)
+    with pytest.raises(CrossfedError, match="STRICT_SPREAD"):
+        preflight(found, rows[:3], "STRICT_SPREAD")
+
+
+def test_gpus_and_cpus_must_be_on_the_same_machine() -> None:
+    """The machine with the GPUs has one CPU; two domains that want a GPU and a whole CPU do not fit it."""
+    rows = [machine(4), machine(1, 2)]
+    wanted = {name: Share(1, 1) for name in ("books", "films")}
+    with pytest.raises(CrossfedError, match="No machine has room for films"):
+        preflight(wanted, rows)
+    assert fitted(Resources(gpus_per_domain=1), ("books", "films"), rows)["films"] == Share(0.5, 1)
+
+
+def test_trials_at_once_fit_machines_too() -> None:
+    from crossfed.tuning.placement import slots
+
+    rows = [machine(1), machine(2)]
+    made = slots(build("toys:AVERAGE"), NODES, 1, rows)
+    assert made.run.resources.cpus_per_domain == 0.5
+    inside = slots(build("toys:AVERAGE", values={"backend": "inprocess"}), NODES, 4, rows)
+    assert inside.cpus == 0.5  # four times 0.75 are 3 CPUs, which no four processes can share here
 
 
 def test_a_dead_machine_does_not_count() -> None:

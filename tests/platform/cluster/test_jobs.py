@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -381,3 +382,35 @@ def test_a_run_on_a_real_job_server(head: dict[str, str], shops: Path, tmp_path:
     assert name in submit("--list").stdout
     wrong = submit("--list", token="c" * 64)
     assert wrong.returncode == 2 and "the token in RAY_AUTH_TOKEN is not the cluster's" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["evaluate", "/mnt/runs/a", "--protocol", "ratio-80-10-10-99"],
+        ["compare", "a", "b", "--out", "/mnt/runs"],
+        ["compare", "mlflow:tags.method = 'x'", "--tracking-uri", "http://head:5000"],
+        ["audit", "/mnt/runs/a", "--controls"],
+        ["report", "/mnt/runs/a", "--to", "/mnt/reports"],
+        ["analyse", "cohorts", "/mnt/runs/a", "--to", "/mnt/reports"],
+    ],
+)
+def test_commands_that_read_runs_are_jobs_too(words: list[str]) -> None:
+    """They take no cluster's address: what they run has that of its run."""
+    assert shlex.split(ray_jobs.entrypoint(words)) == ["crossfed", *words]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["compare", "a", "b"], "compare names no run that a job would find"),
+        (["evaluate", "runs/a"], "evaluate names no run"),
+        (["report", "/mnt/runs/a"], "--to is missing: report writes into the job's working directory"),
+        (["analyse", "cohorts", "/mnt/runs/a"], "--to is missing"),
+        (["report", "/mnt/runs/a", "--to", "reports"], "--to reports is relative to a temporary folder"),
+        (["methods"], "'methods' cannot be submitted"),
+    ],
+)
+def test_commands_that_would_lose_what_they_write_are_refused(words: list[str], told: str) -> None:
+    with pytest.raises(CrossfedError, match=told):
+        ray_jobs.entrypoint(words)

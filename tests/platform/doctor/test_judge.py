@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def test_a_sound_cluster_passes() -> None:
     found = judge(sound(), WANTED)
     assert can_start(found) and {finding.severity for finding in found} == {"ok"}
     assert [finding.subject for finding in found] == [
-        "versions", "gpus", "storage", "mlflow", "encoder", "authentication", "clock", "disk", "memory", "placement",
+        "versions", "gpus", "storage", "mlflow", "encoder", "authentication", "clock", "disk", "memory", "actors",
+        "runs", "placement",
     ]  # fmt: skip
     assert found[0].text == "Python 3.11.14, crossfed 0.1.0, ray 2.60.0, torch 2.13.0"
     assert found[1].text == "2, seen by Ray and by torch" and not any(finding.mend for finding in found)
@@ -311,3 +313,23 @@ def test_faults_planted_for_real_on_six_nodes(tmp_path: Path) -> None:
     assert found["mlflow"][0] == "warning" and found["encoder"][0] == "error"
     assert len({found[subject][2] for subject in ("answer", "gpus", "torch", "crossfed", "clock")}) == 5  # told apart
     assert left == "False"  # the folder that was made to be written into is gone
+
+
+def test_actors_that_fit_no_machine_keep_a_run_from_starting() -> None:
+    """The words are those of the preflight, which is asked for the same shares."""
+    found = judge(sound(), replace(WANTED, shortage="No machine has room for domain 3"))
+    assert not can_start(found)
+    assert (found[0].subject, found[0].text) == ("actors", "No machine has room for domain 3")
+
+
+def test_the_doctor_asks_for_the_shares_of_a_run(ray_cluster: None, tmp_path: Path) -> None:
+    import ray
+
+    from crossfed.platform.cluster import connect
+    from crossfed.platform.config.settings import Resources
+    from crossfed.platform.doctor import examine as ray_doctor
+
+    told, shortage = ray_doctor._actors(3)
+    names = ["server", "domain 1", "domain 2", "domain 3"]
+    share = connect.fitted(Resources(), names, ray.nodes())["domain 1"]
+    assert not shortage and f"3 domains with {share.cpus:g} CPUs" in told and "free now: " in told

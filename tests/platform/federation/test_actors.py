@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from crossfed.platform.config.settings import Resources
+from crossfed.platform.config.settings import Resources, build
+from crossfed.platform.console import make_progress
 from crossfed.platform.errors import CrossfedError, LeakError
 from crossfed.platform.federation import actors as ray_nodes
 from crossfed.platform.federation.node import NodeLost
+from crossfed.platform.federation.run import run_federation
 
 
 @dataclass(eq=False)
@@ -156,7 +159,7 @@ def test_a_start_that_makes_a_loss_good_goes_on_until_ray_has_noticed_it(
     """Ray places actors on a machine that is gone until it misses it; that is the same loss, not another one."""
     builds: list[bool] = []
 
-    def build(_plan: object) -> None:
+    def build(_plan: object, _say: object) -> None:
         builds.append(made.restarting)
         if len(builds) <= losses:
             raise NodeLost("books was lost")
@@ -173,3 +176,61 @@ def test_a_start_that_makes_a_loss_good_goes_on_until_ray_has_noticed_it(
     else:
         made.start(plan, {})  # type: ignore[arg-type]
     assert len(builds) == tried
+
+
+# -- starting ------------------------------------------------------------------------------------------------------
+
+
+def start(world: World, actors: dict[str, Actor], refs: dict[str, Answer], limit: float = 120) -> dict[str, Any]:
+    placed = nodes({}, 21_600)
+    return placed._collect(refs, ray_nodes._Starting(actors, limit))
+
+
+def test_a_start_that_shows_life_is_waited_for(world: World) -> None:
+    """All import torch for ten minutes, and answer meanwhile: five times the time-out."""
+    actors = {"server": Actor(world), "books": Actor(world, delay=30)}
+    assert start(world, actors, {"server": Answer(600, 1), "books": Answer(650, 2)}) == {"server": 1, "books": 2}
+
+
+def test_processes_that_start_one_after_the_other_are_waited_for(world: World) -> None:
+    """The last one first answers after 300 s; until then the others were still at it."""
+    actors = {"server": Actor(world), "books": Actor(world), "films": Actor(world, delay=300)}
+    refs = {"server": Answer(100, 1), "books": Answer(250, 2), "films": Answer(320, 3)}
+    assert start(world, actors, refs) == {"server": 1, "books": 2, "films": 3}
+
+
+def test_a_start_without_a_sign_of_life_ends_with_advice(world: World) -> None:
+    """The server is up, answers, and proves nothing for books; the clock runs from when it came up."""
+    actors = {"server": Actor(world), "books": Actor(world, delay=1e9)}
+    with pytest.raises(
+        CrossfedError,
+        match=r"^books did not start: no sign of life for 1[2-4]\d s \(resources\.start_timeout=120\).* busy, wait .*"
+        r"--concurrent.* --set resources\.start_timeout=240\.$",
+    ):
+        start(world, actors, {"server": Answer(50), "books": Answer(1e9)})
+    assert 170 <= world.now <= 190
+
+
+def test_an_actor_is_made_of_a_module_that_imports_no_torch() -> None:
+    """Else its process could not answer before torch is there."""
+    import subprocess
+    import sys
+
+    script = (
+        "import sys, crossfed.platform.federation.ray_actor\n"
+        "print([name for name in ('torch', 'mlflow', 'pandas', 'scipy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_run_says_what_it_waits_for_before_its_first_round(ray_cluster: None, shops: Path, tmp_path: Path) -> None:
+    view, notes = make_progress("quiet"), []
+    view.note = notes.append  # type: ignore[method-assign]
+    values = {"data": shops, "out": tmp_path, "tracking.enabled": False}
+    run_federation(build("toys:AVERAGE", sets=["rounds=1"], values=values), view=view)
+    told = [line.split("  ")[0] for line in notes]
+    assert told[:3] == ["actors", "actors", "begins"], notes
+    assert notes[0] == "actors     4 processes start and import torch: server, books, films, games"
+    assert notes[1].endswith("each loads its data")
+    assert notes[2] == "begins     round 1 of 1 of stage mean; a line follows when it is over"

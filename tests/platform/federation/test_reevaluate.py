@@ -156,6 +156,7 @@ def test_a_key_of_ranking_changes_alone(shops: Path, tmp_path: Path) -> None:
     told = read_json(whole / "trained.json")
     told["tokeniser"]["collision_rate"]["books"] += 0.01
     write_json(whole / "trained.json", told)
+    (whole / "result.json").unlink()
     with pytest.raises(CrossfedError, match="other semantic IDs than those"):
         run_federation(stored_config(whole), resume=whole, finish=final_test)
     assert ranking_keys(stored_config(run_dir).resolved.Config) == ("beam",)
