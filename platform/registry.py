@@ -9,9 +9,8 @@ import pkgutil
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import yaml
-
 from crossfed.platform.method import CrossfedError, Method
+from crossfed.platform.yaml_text import load_yaml
 
 PACKAGE = "crossfed.methods"
 
@@ -61,4 +60,4 @@ def method_file(name: str) -> Mapping[str, Any]:
     if ":" in name:
         return {}
     text = importlib.resources.files(f"{PACKAGE}.configs").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text) or {}
+    return load_yaml(text) or {}

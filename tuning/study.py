@@ -24,6 +24,7 @@ from pydantic import BaseModel, Field, PositiveInt, ValidationError, field_valid
 from crossfed.platform.config.settings import RunConfig, Settings, first_error
 from crossfed.platform.method import CrossfedError
 from crossfed.platform.tracking.tracker import redact
+from crossfed.platform.yaml_text import load_yaml
 from crossfed.tuning.space import Parameter, grid, read, sample, space, with_first
 
 STUDY = "study.yaml"
@@ -319,7 +320,7 @@ class Study:
         path = folder / STUDY
         model: type[BaseModel] = Search
         try:
-            told = yaml.safe_load(path.read_text(encoding="utf-8"))
+            told = load_yaml(path.read_text(encoding="utf-8"))
             search, model = Search.model_validate(told["search"]), RunConfig
             base = RunConfig.model_validate(told["run"])
             entries = told.get("space")
