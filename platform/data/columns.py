@@ -38,6 +38,24 @@ POINT_ZERO = re.compile(r"[+-]?\d+\.0+")
 _FRACTION = re.compile(r"(.*\d:\d\d:\d\d)[.,](\d+)(.*)")
 
 
+def stable_order(values: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """`np.argsort(values, kind="stable")` of integers, int64 [n].
+
+    Where value and place fit one number, numpy's vectorised sort does it in a fraction of the time.
+    """
+    n = len(values)
+    if not n:
+        return np.zeros(0, np.int64)
+    low = int(values.min())
+    if (int(values.max()) - low + 1) * n >= 2**62:
+        return np.argsort(values, kind="stable")
+    keys = (values.astype(np.int64) - low) * n
+    keys += np.arange(n)
+    keys.sort()
+    keys %= n
+    return keys
+
+
 @dataclass(frozen=True)
 class Texts:
     """A text column: `values[codes[row]]`, and code -1 where a row has none.
@@ -184,7 +202,7 @@ class Times:
     def order(self, rows: npt.NDArray[np.int64], *ties: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """The rows in time order; equal times by `ties` (the first counts most), then as given."""
         if self.nanoseconds is None and not ties:
-            return rows[np.argsort(self.whole[rows], kind="stable")]
+            return rows[stable_order(self.whole[rows])]
         finer = () if self.nanoseconds is None else (self.nanoseconds[rows],)
         return rows[np.lexsort((*reversed(ties), *finer, self.whole[rows]))]
 
@@ -403,4 +421,5 @@ __all__ = [
     "Wrong",
     "plain_ids",
     "plain_text",
+    "stable_order",
 ]

@@ -45,6 +45,8 @@ def sniff_separator(lines: Sequence[str]) -> str:
     for separator in _SEPARATORS:
         widths = [len(fields_of(line, separator)) for line in lines[:_SAMPLE]]
         share = sum(width == widths[0] for width in widths) / len(widths)
+        if separator in (" ", BLANKS) and best[0]:
+            break  # blanks also stand in titles and between words of a date
         if widths[0] > 1 and (share >= _CONSISTENT, widths[0]) > best:
             best, found = (share >= _CONSISTENT, widths[0]), separator
     return found

@@ -21,7 +21,7 @@ from crossfed.platform.method import CrossfedError
 HEAD = 1 << 18
 """Bytes that are looked at to recognise a file."""
 
-BLOCK = 1 << 24
+BLOCK = 1 << 25
 """Bytes that are read at a time."""
 
 _COMPRESSIONS = {

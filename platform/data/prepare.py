@@ -31,6 +31,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from crossfed.platform.data import plausibility
+from crossfed.platform.data.columns import stable_order
 from crossfed.platform.data.readers import Progress, Source, Table, Texts, joined, read_items, read_table
 from crossfed.platform.data.store import PreparedData, Writer, valid_domain_name
 from crossfed.platform.data.text import join_fields
@@ -289,7 +290,7 @@ class _Domain:
     @property
     def wanted(self) -> dict[str, int]:
         """Ids of the items that are left → code."""
-        return {self.item_ids[code]: int(code) for code in np.unique(self.items)}
+        return {self.item_ids[code]: code for code in np.flatnonzero(np.bincount(self.items)).tolist()}
 
 
 def prepare(
@@ -487,7 +488,28 @@ def _first_or_last(table: Table, order: Rows, recipe: Recipe) -> npt.NDArray[np.
         columns["time"] = table.times.whole[order]
         if table.times.nanoseconds is not None:
             columns["time, nanoseconds"] = table.times.nanoseconds[order]
-    return ~pd.DataFrame(columns).duplicated(keep=recipe.duplicates).to_numpy()
+    return _alone(list(columns.values()), recipe.duplicates)
+
+
+def _alone(columns: list[npt.NDArray[Any]], keep: Literal["first", "last"]) -> npt.NDArray[np.bool_]:
+    """Of rows that agree in all columns the first or the last: mask [n]."""
+    n, key, width = len(columns[0]), np.zeros(len(columns[0]), np.int64), 1
+    for column in columns if n else ():
+        low, high = int(column.min()), int(column.max())
+        width *= high - low + 1
+        if width * n >= 2**62:  # too wide for one number that also holds the place
+            return ~pd.DataFrame(dict(enumerate(columns))).duplicated(keep=keep).to_numpy()
+        key = key * (high - low + 1) + (column - low)
+    order = stable_order(key)
+    key = key[order]
+    other = np.ones(n, bool)
+    if keep == "first":
+        other[1:] = key[1:] != key[:-1]
+    else:
+        other[:-1] = key[1:] != key[:-1]
+    mask = np.empty(n, bool)
+    mask[order] = other
+    return mask
 
 
 def core(
@@ -507,9 +529,14 @@ def core(
         keep[np.flatnonzero(keep)[~stays]] = False
 
 
+def _present(codes: npt.NDArray[np.int32]) -> int:
+    """How many different codes there are."""
+    return int(np.count_nonzero(np.bincount(codes))) if len(codes) else 0
+
+
 def _cores(domains: list[_Domain], report: Report, shared: bool) -> None:
     """Step 4, to a fixed point over all domains given."""
-    before = [(len(d.users), len(np.unique(d.users)), len(np.unique(d.items))) for d in domains]
+    before = [(len(d.users), _present(d.users), _present(d.items)) for d in domains]
     while True:
         size = sum(len(d.users) for d in domains)
         for domain in domains:
@@ -636,11 +663,11 @@ def _write(writer: Writer, domain: _Domain, texts: Mapping[str, str], report: Re
     items, item_ids = _numbered(domain.items, domain.item_ids)
     sizes = Counts(users=len(user_ids), items=len(item_ids), interactions=len(users))
     report(f"{domain.name}: {sizes}")
-    _refuse_repeats(domain, users, items, len(item_ids))
     counts, paper = domain.counts, domain.spec.paper
     if paper is not None and paper != sizes:
         counts["paper"] = paper.model_dump()
         report(f"{domain.name}: the paper has {paper}")
+    _refuse_repeats(domain, users, items, len(item_ids))
     writer.add_domain(
         domain.name, users, items, domain.times, user_ids, item_ids, [texts.get(i, "") for i in item_ids], counts
     )
@@ -648,6 +675,8 @@ def _write(writer: Writer, domain: _Domain, texts: Mapping[str, str], report: Re
 
 def _refuse_repeats(domain: _Domain, users: Rows, items: Rows, n_items: int) -> None:
     """No split can part a user's interactions with one item: training would show what is tested."""
+    if domain.recipe.duplicates != "all" and set(domain.recipe.unique) <= {"user", "item"}:
+        return  # step 3 left none
     pairs = np.sort(users * n_items + items)
     again = pairs[1:][pairs[1:] == pairs[:-1]]
     if not len(again):
@@ -664,7 +693,7 @@ def _refuse_repeats(domain: _Domain, users: Rows, items: Rows, n_items: int) -> 
 
 def _numbered(codes: npt.NDArray[np.int32], ids: list[str]) -> tuple[npt.NDArray[np.int64], list[str]]:
     """Number the ids that occur from 0 in their own order."""
-    present = sorted(np.unique(codes).tolist(), key=ids.__getitem__)
+    present = sorted(np.flatnonzero(np.bincount(codes, minlength=len(ids))).tolist(), key=ids.__getitem__)
     number = np.full(len(ids), -1, np.int64)
     number[present] = np.arange(len(present))
     return number[codes], [ids[code] for code in present]

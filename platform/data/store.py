@@ -31,6 +31,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from crossfed.platform.data.columns import stable_order
 from crossfed.platform.method import SERVER, CrossfedError
 
 FORMAT = "crossfed-prepared-data"
@@ -189,7 +190,8 @@ class DomainWriter:
             )
         if items.min() < 0:
             raise CrossfedError(f"Domain {self.name}: item number {items.min()} is negative.")
-        order = np.lexsort((times, users))  # a stable sort: ties keep the given order
+        # stable sorts: ties keep the given order
+        order = stable_order(users) if (np.diff(times) >= 0).all() else np.lexsort((times, users))
         self._last_user = int(users.max())
         self._highest = {"user": self._last_user, "item": max(self._highest["item"], int(items.max()))}
         self._tables["interactions"].append(

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from crossfed.platform.data import prepare as prepare_module
 from crossfed.platform.data.prepare import load_spec, prepare
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.method import CrossfedError
@@ -191,7 +192,7 @@ def test_every_step_is_told(tmp_path):
     data = made(tmp_path, {"path": "f"}, recipe=recipe, report=told.append)
     screen = "\n".join(told)
     assert "a: 198 rows in f (read as table, parted by ,), 1 broken lines, the first 6 (3 fields where 4" in screen
-    assert "dropped 1 without user, 1 without time, 39 below min_rating, " in screen
+    assert "dropped 1 without user, 1 without time, 38 below min_rating, " in screen
     assert "repeated in user, item (first kept);" in screen
     assert "note: user is 'nan' (1 rows), which looks like none" in screen
     assert "1 of 197 times are before 1970-01-02 or after next year, e.g. 1970-01-01T00:00:01" in screen
@@ -349,7 +350,7 @@ def test_several_interaction_files_of_one_domain(tmp_path):
         ),
         (bz2.compress(PLAIN.encode() * 999)[:-20], "the compressed data are damaged or cut off"),
         (lzma.compress(PLAIN.encode() * 999)[:-20], "the compressed data are damaged or cut off"),
-        (b'{"al": {"x": 1}}', "neither an array of objects nor an object of user"),
+        (b'{"al": {\n"x": 1}}', "neither an array of objects nor an object of user"),
     ],
 )
 def test_hints_look_at_the_bytes(tmp_path, content, words):
@@ -372,7 +373,7 @@ def test_hints_look_at_the_bytes(tmp_path, content, words):
         ),
         (
             "name: x\nrecipe: {core: 5}\ndomains: {}\n",
-            r"recipe\.core: no such key\. Allowed: cancellations, duplicates",
+            r"recipe\.core: no such key; .* Allowed: cancellations, duplicates",
         ),
         ("name: x\ndomains: {a: {interaction: {path: f}}}\n", r"wrong at domains\.a\.inter"),
     ],
@@ -400,3 +401,11 @@ def test_data_without_order(tmp_path):
     assert histories(data) == EXPECTED  # the file's order is kept within a user, for those who say that they mean it
     with pytest.raises(CrossfedError, match=r"has no column for time; .*`time: none` says so"):
         made(tmp_path, {"path": "f"}, out="again")
+
+
+def test_every_key_is_in_the_readme():
+    text = (Path(prepare_module.__file__).parent / "README.md").read_text(encoding="utf-8")
+    for rows in prepare_module.keys().values():
+        for key, _, meaning in rows:
+            assert f"{key}`" in text, key
+            assert meaning and meaning in text, key
