@@ -31,6 +31,9 @@ NUMERIC = (*UNITS, "days", "order")
 ABSENT = frozenset({"", "nan", "nat", "none", "null", "na", "n/a", "<na>", "\\n", "-"})
 """What stands for no time, lower case; and what is no id, if a column has it."""
 
+_PENDING = 16
+"""Arrays whose distinct values are found together."""
+
 _FAR_FUTURE = 10**11  # the year 5138 in seconds; any time beyond it is in milliseconds or finer
 _NANOSECONDS = 10**9
 _DAY = 86400
@@ -117,23 +120,39 @@ class TextColumn:
         self._normal, self._strip = normal, each_point_zero
         self._numbers: dict[Any, int] = {}
         self._codes: list[npt.NDArray[np.int32]] = []
+        self._pending: list[pa.DictionaryArray] = []
 
     def extend(self, values: Iterable[Any] | pa.Array) -> None:
         """Add rows; raises TypeError where one holds a list or a record."""
-        numbers = self._numbers
         if isinstance(values, pa.DictionaryArray):
-            known = values.dictionary.to_pylist()
-            code = np.array([numbers.setdefault(value, len(numbers)) for value in known], np.int32)
-            if values.null_count:
-                code = np.append(code, np.int32(numbers.setdefault(None, len(numbers))))
-            self._codes.append(code[values.indices.fill_null(len(known)).to_numpy()])
+            if self._pending and self._pending[0].type != values.type:
+                self._settle()
+            self._pending.append(values)
+            if len(self._pending) == _PENDING:
+                self._settle()
             return
+        self._settle()
+        numbers = self._numbers
         if isinstance(values, pa.Array):
             values = values.to_pylist()
         self._codes.append(np.array([numbers.setdefault(value, len(numbers)) for value in values], np.int32))
 
+    def _settle(self) -> None:
+        """Give the values of pending arrays their codes: Arrow finds the distinct ones faster than a dictionary does."""
+        if not self._pending:
+            return
+        numbers, unified = self._numbers, pa.chunked_array(self._pending).unify_dictionaries()
+        known = unified.chunk(0).dictionary.to_pylist()
+        code = np.array([numbers.setdefault(value, len(numbers)) for value in known], np.int32)
+        if unified.null_count:
+            code = np.append(code, np.int32(numbers.setdefault(None, len(numbers))))
+        for chunk in unified.chunks:
+            self._codes.append(code[chunk.indices.fill_null(len(known)).to_numpy()])
+        self._pending = []
+
     def finish(self) -> Texts:
         """All rows; raises ValueError where a value is binary and not UTF-8."""
+        self._settle()
         texts = self._normal(list(self._numbers))
         if self._strip:
             texts = [t.removesuffix(".0") if t.removesuffix(".0").isdigit() else t for t in texts]

@@ -57,7 +57,7 @@ def test_a_cut_in_time_cannot_be_had_by_order(unordered):
 def test_the_rest_runs(unordered, tmp_path):
     config = build(
         "lightgcn",
-        sets=["epochs=1"],
+        sets=["epochs=1", "tracking.enabled=false"],
         values={"data": unordered.path, "out": tmp_path, "backend": "inprocess"},
     )
     assert run_federation(config).result["protocol"] == "ratio-80-10-10"
