@@ -75,7 +75,8 @@ def plain_text(value: object) -> str:
     """A single value as text: "" for none, whole numbers without `.0`, binary decoded, blanks around it removed.
 
     Raises:
-        ValueError: binary that is not UTF-8. TypeError: a list or a record.
+        ValueError: binary that is not UTF-8, or a floating-point number that stands for several whole ones. TypeError: a list
+            or a record.
     """
     if isinstance(value, str):
         return value.strip()
@@ -86,6 +87,8 @@ def plain_text(value: object) -> str:
             return bytes(value).decode().strip()
         except UnicodeDecodeError:
             raise ValueError("is binary and not UTF-8") from None
+    if isinstance(value, (float, np.floating)) and abs(value) >= 2**53:
+        raise ValueError(f"({value!r}) is a floating-point number too large to be exact")
     if isinstance(value, (float, np.floating)) and float(value).is_integer():
         return str(int(value))
     if isinstance(value, Decimal) and value == value.to_integral_value():

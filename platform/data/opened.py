@@ -153,6 +153,8 @@ def _refuse_foreign(path: Path, head: bytes, compressed: bool) -> None:
         raise CrossfedError(
             f"{path} is a Python pickle, which is not loaded because it may run any code; write it as Parquet or CSV."
         )
+    if compressed and head.startswith(tuple(_COMPRESSIONS)):
+        raise CrossfedError(f"{path} is compressed twice; decompress it once.")
     if head[257:262] == b"ustar":
         raise CrossfedError(f"{path} is a tar archive; unpack it first.")
     if head.lstrip()[:15].lower().startswith(_PAGES):

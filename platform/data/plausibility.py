@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import unicodedata
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
@@ -28,6 +29,14 @@ def ids(texts: Mapping[str, Texts]) -> list[str]:
         if words:
             told = ", ".join(f"{value!r} ({n:,} rows)" for value, n in words.items())
             notes.append(f"{name} is {told}, which looks like none; name it in `keep` (lacks) to leave such rows out")
+    for name in ("user", "item"):
+        odd = [value for value in texts[name].values if not (value.isascii() and value.isprintable())]
+        if control := [value for value in odd if not value.isprintable()]:
+            notes.append(f"{len(control):,} ids of {name} hold control characters, e.g. {control[0]!r}")
+        if again := len(odd) - len({unicodedata.normalize("NFC", value) for value in odd}):
+            notes.append(
+                f"{again:,} ids of {name} look like another one but are other characters (Unicode NFC and NFD)"
+            )
     return notes
 
 

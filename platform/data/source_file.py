@@ -55,6 +55,8 @@ _ROLES: dict[str, dict[str, str | int]] = {
 _ASIN = re.compile(r"B[0-9A-Z]{9}|[0-9]{9}[0-9X]")
 _TYPED = re.compile(r"(.+):(?:token|float|token_seq|float_seq)")
 _EXCEL = re.compile(r'"?sep=(.)"?', re.IGNORECASE)
+_HEADERS = ("user", "users", "user_id", "userid", "uid", "session", "session_id")
+"""First words of a sequence file that make its first line a header."""
 _LIST = re.compile(r"[\s,;|]+")
 _ASCII_LIKE = ("utf-8", "utf8", "ascii", "latin", "iso8859", "iso-8859", "cp125", "windows-125")
 _BLOCK = 8192
@@ -240,6 +242,15 @@ class SourceFile:
         if lines[0].lstrip().startswith(b"{"):
             for kind, parse in (("json", json.loads), ("python", python_literal)):
                 records = self._parsed(lines, parse)
+                if (
+                    len(records) == len(lines) == 1
+                    and records[0]
+                    and all(isinstance(v, dict) for v in records[0].values())
+                ):
+                    raise CrossfedError(
+                        f"{self.path} is one JSON object of columns or of records by key (pandas' default); write one record "
+                        "per line, with pandas by to_json(orient='records', lines=True)."
+                    )
                 if records and not self._users_to_items(records):
                     self.kind, self.columns = kind, list(dict.fromkeys(key for record in records for key in record))
                     return
@@ -463,6 +474,8 @@ class SourceFile:
                 line = raw.decode(self.encoding).strip()
                 if line and not line.startswith("#"):
                     user, *items = self._sequence_fields(line)
+                    if progress.line == 1 and user.lower() in _HEADERS:
+                        continue
                     yield (progress.line, items, *[user for _ in others])
             return
         last = self.has("item") and ("item" in self.source.columns or self.layout == "recbole")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import gzip
 import json
 import lzma
 from pathlib import Path
@@ -339,6 +340,8 @@ def test_several_interaction_files_of_one_domain(tmp_path):
         (b"<!DOCTYPE html><html>", "is a web page, not data"),
         (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
         (b"\xd0\xcf\x11\xe0abc", "is an Excel workbook of the old kind"),
+        (gzip.compress(gzip.compress(PLAIN.encode())), "is compressed twice"),
+        (json.dumps({"user": {"0": "u"}, "item": {"0": "i"}}).encode(), "is one JSON object of columns"),
         (b"SQLite format 3\0", "is an SQLite database"),
         (
             "user,item,time\nu,“i”,5\n".encode("cp1252"),
@@ -357,6 +360,22 @@ def test_hints_look_at_the_bytes(tmp_path, content, words):
     (tmp_path / "f").write_bytes(content)
     with pytest.raises(CrossfedError, match=words):
         made(tmp_path, {"path": "f"})
+
+
+def test_ids_that_cannot_be_told_apart(tmp_path):
+    (tmp_path / "f").write_text('{"user": 9007199254740993.0, "item": "i", "time": 1}\n')
+    with pytest.raises(CrossfedError, match=r"'user' .* is a floating-point number too large to be exact"):
+        made(tmp_path, {"path": "f"})
+    (tmp_path / "f").write_text("user,item,time\ncaf\u00e9,i,1\ncafe\u0301,j,2\nv\0,j,3\n")
+    told: list[str] = []
+    made(tmp_path, {"path": "f"}, report=told.append)
+    assert "a: note: 1 ids of user look like another one but are other characters (Unicode NFC and NFD)" in told
+    assert "a: note: 1 ids of user hold control characters, e.g. 'v\\x00'" in told
+
+
+def test_a_sequence_file_may_have_a_header(tmp_path):
+    (tmp_path / "f").write_text("user items\nal x z\nbo y\n")
+    assert histories(made(tmp_path, {"path": "f", "layout": "sequence"})) == EXPECTED
 
 
 # -- specs ---------------------------------------------------------------------------------------------------------
