@@ -26,7 +26,6 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -498,6 +497,8 @@ def _alone(columns: list[npt.NDArray[Any]], keep: Literal["first", "last"]) -> n
         low, high = int(column.min()), int(column.max())
         width *= high - low + 1
         if width * n >= 2**62:  # too wide for one number that also holds the place
+            import pandas as pd  # half a second that is seldom needed
+
             return ~pd.DataFrame(dict(enumerate(columns))).duplicated(keep=keep).to_numpy()
         key = key * (high - low + 1) + (column - low)
     order = stable_order(key)
