@@ -87,7 +87,7 @@ def plain_text(value: object) -> str:
             return bytes(value).decode().strip()
         except UnicodeDecodeError:
             raise ValueError("is binary and not UTF-8") from None
-    if isinstance(value, (float, np.floating)) and abs(value) >= 2**53:
+    if isinstance(value, (float, np.floating)) and abs(float(value)) >= 2**53:
         raise ValueError(f"({value!r}) is a floating-point number too large to be exact")
     if isinstance(value, (float, np.floating)) and float(value).is_integer():
         return str(int(value))
@@ -117,7 +117,7 @@ class TextColumn:
 
     def __init__(
         self,
-        normal: Callable[[Sequence[object]], list[str]] = lambda values: [plain_text(value) for value in values],
+        normal: Callable[[Sequence[object]], list[str]] = lambda values: list(map(plain_text, values)),
         each_point_zero: bool = False,
     ) -> None:
         self._normal, self._strip = normal, each_point_zero
@@ -288,7 +288,10 @@ class TimeColumn:
             low, high = words[:, 0], words[:, 1]
             if (high == low >> np.int64(63)).all():
                 whole, rest = self._parted(low, _NANOSECONDS)
-                return self._plausible(whole) and (self._add(whole, rest) or True)
+                if not self._plausible(whole):
+                    return False
+                self._add(whole, rest)
+                return True
             return False
         if pa.types.is_integer(kind):
             return self._extend_integers(values.cast(pa.int64(), safe=False).to_numpy())
