@@ -637,6 +637,7 @@ METHOD = Method(
     init_server=init_server,
     score=score,
     observe=Domain.observe,
+    ordered=True,
     state_dict=lambda state: state.state_dict(),
     load_state_dict=lambda state, saved: state.load_state_dict(saved),
     export=Domain.export,

@@ -100,6 +100,7 @@ METHOD = Method(
     init_server=init_server,
     score=Learner.score,
     observe=Learner.observe,
+    ordered=True,
     state_dict=lambda state: state.state_dict(),
     load_state_dict=lambda state, saved: state.load_state_dict(saved),
     export=Learner.export,

@@ -96,6 +96,7 @@ METHOD = Method(
     init_domain=Learner,
     score=score,
     observe=Learner.observe,
+    ordered=True,
     state_dict=Learner.state_dict,
     load_state_dict=Learner.load_state_dict,
     export=Learner.export,

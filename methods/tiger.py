@@ -105,6 +105,7 @@ METHOD = Method(
     init_domain=init_domain,
     score=score,
     observe=GenerativeLearner.observe,
+    ordered=True,
     state_dict=GenerativeLearner.state_dict,
     load_state_dict=GenerativeLearner.load_state_dict,
     export=GenerativeLearner.export,

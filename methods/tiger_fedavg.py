@@ -119,6 +119,7 @@ METHOD = Method(
     init_server=init_server,
     score=GenerativeLearner.score,
     observe=GenerativeLearner.observe,
+    ordered=True,
     state_dict=lambda state: state.state_dict(),
     load_state_dict=lambda state, saved: state.load_state_dict(saved),
     export=GenerativeLearner.export,

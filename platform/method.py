@@ -355,6 +355,7 @@ class Method:
             methods that read a history when they recommend; called before every ranking with exactly what is masked in
             it: the training interactions for validation, those and the validation interactions for the test. None where
             users have parameters instead.
+        ordered: whether it reads a user's interactions in their order. Data without one are refused to it.
     """
 
     name: str
@@ -374,6 +375,7 @@ class Method:
     scope: Scope = Scope.FEDERATED
     releases: Callable[[Any], tuple[Release, ...]] = no_releases
     observe: Callable[[State, Interactions], None] | None = None
+    ordered: bool = False
 
 
 def stream(seed: int, *where: str | int) -> np.random.SeedSequence:

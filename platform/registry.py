@@ -19,6 +19,7 @@ import yaml
 
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.method import Method, MethodConfig
+from crossfed.platform.yaml_text import load_yaml
 
 PACKAGE = "crossfed.methods"
 _SLICE = f"{PACKAGE}#slice"
@@ -230,7 +231,7 @@ def method_file(name: str) -> Mapping[str, Any]:
     """
     if ":" not in name:
         text = importlib.resources.files(f"{PACKAGE}.configs").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-        return yaml.safe_load(text) or {}
+        return load_yaml(text) or {}
     found, module = find_method(name), sys.modules[name.partition(":")[0]]
     if getattr(module, "__file__", None) is None:
         return {}
@@ -239,7 +240,7 @@ def method_file(name: str) -> Mapping[str, Any]:
     if path is None:
         return {}
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        loaded = load_yaml(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise CrossfedError(f"{path}, of the method {name}, cannot be read: {' '.join(str(error).split())}.") from error
     blocks = ("config", "presets", "search", "local", "pace")

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from crossfed.platform.config.settings import build, declared_search, first_error, parse_value
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.registry import find_method, nearest
+from crossfed.platform.yaml_text import load_yaml
 
 
 class _Entry(BaseModel):
@@ -184,7 +185,7 @@ def changes(file: Path | None, entries: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if file is not None:
         try:
-            loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+            loaded = load_yaml(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise CrossfedError(f"The space file {file} cannot be read: {' '.join(str(error).split())}.") from None
         loaded = loaded.get("search", loaded) if isinstance(loaded, dict) else loaded

@@ -26,6 +26,7 @@ from crossfed.platform.errors import CrossfedError
 from crossfed.platform.method import stage_keys
 from crossfed.platform.registry import method_name
 from crossfed.platform.uris import redact, sqlite_path, sqlite_uri
+from crossfed.platform.yaml_text import load_yaml
 from crossfed.tuning.space import Choice, Parameter, grid, read, sample, space, with_first
 
 STUDY = "study.yaml"
@@ -374,7 +375,7 @@ class Study:
         path = folder / STUDY
         model: type[BaseModel] = Search
         try:
-            told = yaml.safe_load(path.read_text(encoding="utf-8"))
+            told = load_yaml(path.read_text(encoding="utf-8"))
             search, model = Search.model_validate(told["search"]), RunConfig
             base = RunConfig.model_validate(told["run"])
             entries = told.get("space")

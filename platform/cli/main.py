@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -324,11 +325,25 @@ def prepare(
 
 
 @data_app.command()
-def specs(name: Annotated[str | None, typer.Argument(help="Print one spec, to copy and change.")] = None) -> None:
+def specs(
+    name: Annotated[str | None, typer.Argument(help="Print one spec, to copy and change.")] = None,
+    keys: Annotated[bool, typer.Option("--keys", help="Every key that a spec may hold, with its meaning.")] = False,
+) -> None:
     """List the specs that ship, with the public files they need and where those are published."""
+    from crossfed.platform.data.prepare import keys as spec_keys
     from crossfed.platform.data.prepare import load_spec, shipped
     from crossfed.platform.registry import nearest
 
+    if keys:
+        for place, rows in spec_keys().items():
+            shown = Table(
+                "key", "default", "meaning", title=place, title_justify="left", box=None, padding=(0, 2, 0, 0)
+            )
+            shown.columns[0].no_wrap = True
+            for row in rows:
+                shown.add_row(*(escape(cell) for cell in row))
+            Console(highlight=False).print(shown)
+        return
     paths = shipped()
     if name is not None:
         if name not in paths:
@@ -339,7 +354,7 @@ def specs(name: Annotated[str | None, typer.Argument(help="Print one spec, to co
     for key in paths:
         spec = load_spec(key)
         console.print(f"[bold]{key}[/]  {spec.description}")
-        sources = [source for domain in spec.domains.values() for source in (domain.interactions, *domain.items)]
+        sources = [source for domain in spec.domains.values() for source in domain.sources]
         for path, published in {source.path: source.published for source in sources}.items():
             console.print(f"  {path}  [dim]{published or ''}[/]")
 

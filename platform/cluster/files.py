@@ -24,6 +24,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from crossfed.platform.cluster.connect import SERVER_RESOURCE
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.registry import nearest
+from crossfed.platform.yaml_text import load_yaml
 
 TEMPLATES = ("aws", "gcp", "local", "kuberay")
 Key = tuple[str | int, ...]
@@ -73,7 +74,7 @@ def check(path: Path) -> list[Problem]:
     try:
         text = path.read_text(encoding="utf-8")
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        config = yaml.safe_load(text)
+        config = yaml.safe_load(text)  # keys that stand twice are among the problems that are listed
     except (OSError, UnicodeDecodeError) as error:
         raise CrossfedError(f"The cluster file {path} cannot be read: {error}.") from error
     except yaml.YAMLError as error:
@@ -297,7 +298,7 @@ def _listening(key: Key, command: str) -> Iterator[Said]:
 
 
 def _kuberay(config: dict[str, Any]) -> list[Said]:
-    found = list(_schema(config, yaml.safe_load(_packaged("kuberay-schema.yaml"))))
+    found = list(_schema(config, load_yaml(_packaged("kuberay-schema.yaml"))))
     if found:
         return found
     job = config["kind"] == "RayJob"

@@ -26,6 +26,7 @@ from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.method import Checked, Method, MethodConfig
 from crossfed.platform.registry import config_class, find_method, method_file, nearest, nearest_few
 from crossfed.platform.uris import redact
+from crossfed.platform.yaml_text import load_yaml
 
 
 class Settings(Checked):
@@ -88,6 +89,10 @@ class Evaluation(Settings):
 
     protocol: str = Field("ratio-80-10-10", description="split and candidate set, by id")
     split_seed: int = Field(42, ge=0, description="seed of the split and of sampled candidates; the same for all runs")
+    order: Literal["time", "file"] = Field(
+        "time",
+        description="of data without times: time refuses them where an order is needed, file takes that of their files",
+    )
     train_share: float = Field(
         1.0,
         gt=0,
@@ -298,6 +303,8 @@ class RunConfig(Settings):
             del told["privacy"]
         if self.evaluation.train_share == 1:
             del told["evaluation"]["train_share"]
+        if self.evaluation.order == "time":
+            del told["evaluation"]["order"]
         if self.control == "none":
             del told["control"]
         if self.evaluated is None:
@@ -362,7 +369,7 @@ UNREADABLE = (ValueError, LookupError, AttributeError, TypeError, OverflowError,
 def parse_value(text: str, option: str = "--set") -> Any:
     """The value of `--set key=value`: YAML, so `0.5`, `true`, `[10, 20]`, `null` and plain words mean what they look like."""
     try:
-        value = yaml.safe_load(text)
+        value = load_yaml(text)
     except (yaml.YAMLError, *UNREADABLE) as error:
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
         raise CrossfedError(f"{option}: {text[:200]!r} is not a value YAML can read: {problem}.") from error
@@ -393,7 +400,7 @@ def _set(target: dict[str, Any], dotted: str, value: Any) -> None:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CrossfedError(f"There is no run file {path}.") from None
     except (OSError, UnicodeDecodeError) as error:

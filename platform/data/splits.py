@@ -123,6 +123,33 @@ SPLITS: dict[str, Callable[[Int64s, Int64s, Int64s, int, int], Int8s]] = {
 """The rules by name; use `assign`, which also checks the result."""
 
 
+def refuse_without_order(times: str, domain: str, rule: str, method: str | None, order: str) -> None:
+    """Refuse data without an order where one is needed.
+
+    Args:
+        times: `PreparedData.times` of the domain. rule: a key of `SPLITS`.
+        method: the name of a method that reads users' interactions in order; None for one that does not.
+        order: `evaluation.order`; "file" takes the order of the source file.
+
+    Raises:
+        CrossfedError: there is none. A cut in time cannot be made of the file's order, which is kept within users only.
+    """
+    if times != "none":
+        return
+    if rule == "temporal-cut":
+        raise CrossfedError(
+            f"Domain {domain} was prepared with `time: none`, and {rule} cuts by time; take the protocol ratio-80-10-10."
+        )
+    if order == "file" or (rule not in _TIME_ORDERED and method is None):
+        return
+    needs = f"the method {method} reads" if method is not None else f"the split {rule} needs"
+    raise CrossfedError(
+        f"Domain {domain} was prepared with `time: none`, but {needs} users' interactions in their order; take "
+        f"{'a method and ' if method is not None else ''}a protocol that need none (ratio-80-10-10), or set "
+        "evaluation.order=file if the order of the file is meant."
+    )
+
+
 def assign(
     users: npt.ArrayLike, items: npt.ArrayLike, times: npt.ArrayLike, n_users: int, rule: str, seed: int = 0
 ) -> Int8s:

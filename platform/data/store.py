@@ -31,6 +31,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from crossfed.platform.data.columns import stable_order
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.method import SERVER
 
@@ -190,7 +191,8 @@ class DomainWriter:
             )
         if items.min() < 0:
             raise CrossfedError(f"Domain {self.name}: item number {items.min()} is negative.")
-        order = np.lexsort((times, users))  # a stable sort: ties keep the given order
+        # stable sorts: ties keep the given order
+        order = stable_order(users) if (np.diff(times) >= 0).all() else np.lexsort((times, users))
         self._last_user = int(users.max())
         self._highest = {"user": self._last_user, "item": max(self._highest["item"], int(items.max()))}
         self._tables["interactions"].append(
@@ -405,6 +407,13 @@ class PreparedData:
         path = Path(path)
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        except NotADirectoryError:
+            if path.suffix.lower() in (".yaml", ".yml"):
+                raise CrossfedError(
+                    f"{path} is a spec, which must be prepared first: crossfed data prepare {path} --out DIR, and then "
+                    "--data DIR."
+                ) from None
+            raise CrossfedError(f"{path} is a file; give the directory that `crossfed data prepare` made.") from None
         except FileNotFoundError:
             what = "is not a prepared data directory (no manifest.json)" if path.is_dir() else "does not exist"
             raise CrossfedError(f"{path} {what}; make one with `crossfed data prepare`.") from None
@@ -465,6 +474,11 @@ class PreparedData:
     def synthetic(self) -> bool:
         """Whether the data were generated rather than observed."""
         return bool(self.manifest["synthetic"])
+
+    def times(self, domain: str) -> str:
+        """What a domain's times are: "seconds" since 1970, an "order", or "none": its rows are in no order of time."""
+        kind = self._described(domain).get("preparation", {}).get("times", "seconds")
+        return str(kind)
 
     def sizes(self, domain: str) -> tuple[int, int]:
         """(n_users, n_items) of a domain."""

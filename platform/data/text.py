@@ -106,10 +106,18 @@ def _strip_tags(text: str) -> str:
 def clean_text(raw: object) -> str:
     """The readable text of a field: entities decoded, tags, scripts and styles removed, whitespace collapsed.
 
-    Never raises: `None` and NaN are "", numbers are written out.
+    `None` and NaN are "", numbers are written out, binary is UTF-8.
+
+    Raises:
+        ValueError: binary that is not UTF-8.
     """
     if raw is None or (isinstance(raw, float) and raw != raw):
         return ""
+    if isinstance(raw, (bytes, bytearray)):
+        try:
+            raw = bytes(raw).decode()
+        except UnicodeDecodeError:
+            raise ValueError("is binary and not UTF-8") from None
     text = raw if isinstance(raw, str) else str(raw)
     for _ in range(_UNESCAPES):
         decoded = html.unescape(text) if "&" in text else text

@@ -139,6 +139,8 @@ class Node:
         n_users, n_items = store.sizes(self.name)
         if self._parts is None:
             rule = get_protocol(evaluation.protocol).split
+            ordered = self.method.name if self.method.ordered else None
+            splits.refuse_without_order(store.times(self.name), self.name, rule, ordered, evaluation.order)
             self._parts = splits.assign(users, items, times, n_users, rule, evaluation.split_seed)
         chosen = self._parts == ("train", "validation", "test").index(part)
         return Interactions.build(n_users, n_items, users[chosen], items[chosen], times[chosen])

@@ -28,8 +28,10 @@ from crossfed.platform.config.settings import RunConfig
 from crossfed.platform.console import Progress, SummaryRow, make_progress
 from crossfed.platform.data import synthetic
 from crossfed.platform.data.artifacts import ArtifactStore, default_root
+from crossfed.platform.data.splits import refuse_without_order
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError
+from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.federation import pace, privacy
 from crossfed.platform.federation.controls import blame, check_control
 from crossfed.platform.federation.mirror import Mirror
@@ -86,8 +88,8 @@ def chosen_domains(config: RunConfig, data: PreparedData) -> tuple[str, ...]:
     """The domains of a run, in order.
 
     Raises:
-        CrossfedError: one is not in the data, is named twice or cannot have its name, or a federated method is left with a
-            single one.
+        CrossfedError: one is not in the data, is named twice or cannot have its name, a federated method is left with a
+            single one, or method or protocol need an order that a domain does not have.
     """
     chosen = data.domains if config.domains is None else config.domains
     for name in chosen:
@@ -104,6 +106,10 @@ def chosen_domains(config: RunConfig, data: PreparedData) -> tuple[str, ...]:
             f"{config.method} is federated and needs at least two domains, but got {chosen[0]} alone; "
             "add a domain, or run a local method such as lightgcn."
         )
+    rule, method = get_protocol(config.evaluation.protocol).split, config.resolved
+    for name in chosen:
+        ordered = method.name if method.ordered else None
+        refuse_without_order(data.times(name), name, rule, ordered, config.evaluation.order)
     return chosen
 
 

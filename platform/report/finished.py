@@ -23,6 +23,7 @@ from crossfed.platform.federation.runs import CONFIG, RESULT, find_run
 from crossfed.platform.registry import find_method
 from crossfed.platform.tracking import tracker
 from crossfed.platform.tracking.spool import RUN_ID
+from crossfed.platform.yaml_text import load_yaml
 
 Split = Literal["validation", "test"]
 
@@ -214,7 +215,7 @@ def settings_of(path: Path, result: Mapping[str, Any]) -> dict[str, Any]:
         told = {name: field.default for name, field in fields.items() if not field.is_required()} | told
     file = path / "config.yaml"
     try:
-        stored = yaml.safe_load(file.read_text(encoding="utf-8"))
+        stored = load_yaml(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise CrossfedError(f"{file} is missing or damaged ({error}); restore it or run again.") from error
     run = _flat(RunConfig(method=result.get("method_from", result["method"])).model_dump(mode="json")) | _flat(stored)
@@ -314,7 +315,7 @@ def final_runs(study: Path) -> list[Path]:
     Raises:
         CrossfedError: not all of them were run.
     """
-    wanted = yaml.safe_load((study / STUDY).read_text(encoding="utf-8"))["search"]["seeds"]
+    wanted = load_yaml((study / STUDY).read_text(encoding="utf-8"))["search"]["seeds"]
     found = sorted(path for path in study.glob(FINAL) if "-of-trial-" not in path.name)
     if not wanted:
         raise CrossfedError(f"The study {study.name} was made without final runs (--seeds 0), which hold test metrics.")

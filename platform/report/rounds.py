@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -24,6 +23,7 @@ from crossfed.platform.report.effects import grouped
 from crossfed.platform.report.figures import COLOURS, GREY, below, panels, styles
 from crossfed.platform.report.finished import Finished, check_comparable
 from crossfed.platform.report.tables import ABSENT, Column, Grid, pretty, spread
+from crossfed.platform.yaml_text import load_yaml
 
 
 def history(run: Finished) -> list[dict[str, Any]]:
@@ -287,7 +287,7 @@ def _machine(runs: Sequence[Finished]) -> str:
 
 def _threads(run: Finished) -> int:
     """torch's threads at every node."""
-    stored = yaml.safe_load((run.path / "config.yaml").read_text(encoding="utf-8"))
+    stored = load_yaml((run.path / "config.yaml").read_text(encoding="utf-8"))
     return int(stored["resources"]["threads"])
 
 

@@ -24,7 +24,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(f"crossfed.{name}" for name in names.split())
     for names in (
         "platform.method platform.errors platform.units",
-        "platform.registry platform.console platform.files platform.uris",
+        "platform.registry platform.console platform.endings platform.uris platform.yaml_text",
         "platform.data platform.evaluation",
         "platform.config",
         "platform.checkpoint",
@@ -34,7 +34,8 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "platform.serving",
         "platform.report",
         "tuning",
-        "platform.api launch results frames",
+        "results frames",
+        "launch",
         "platform.cli",
     )
 )

@@ -88,22 +88,30 @@ def test_ids_are_numbered_in_order_and_rows_sorted(tmp_path):
     ("recipe", "expected", "dropped"),
     [
         ({"duplicates": "last"}, "xb20 xa40 yb30 ya30", {"duplicates": 1}),
-        ({"duplicates": "all"}, "xa10 xb20 xa40 yb30 ya30", {}),
         ({"unique": ["user"]}, "xa10 yb30", {"duplicates": 3}),
-        ({"unique": ["user", "item", "time"]}, "xa10 xb20 xa40 yb30 ya30", {}),
-        ({"unique": ["o", "item"]}, "xa10 xb20 xa40 yb30 ya30", {}),
         ({"ties": "item"}, "xa10 xb20 ya30 yb30", {"duplicates": 1}),
         ({"min_rating": 4}, "xa10 yb30", {"below min_rating": 2, "duplicates": 1}),
         ({"min_quantity": 1}, "xb20 xa40 yb30 ya30", {"below min_quantity": 1}),
         ({"cancellations": "drop"}, "xb20 xa40 yb30 ya30", {"cancellations": 1}),
         ({"required": ["d"]}, "xa10 xb20 yb30", {"without d": 1, "duplicates": 1}),
         ({"user_core": 2, "item_core": 2}, "xa10 xb20 yb30 ya30", {"duplicates": 1}),
+        ({"duplicates": "all", "min_quantity": 1}, "xb20 xa40 yb30 ya30", {"below min_quantity": 1}),
+        ({"unique": ["o", "item"], "min_quantity": 1}, "xb20 xa40 yb30 ya30", {"below min_quantity": 1}),
     ],
 )
 def test_rules(tmp_path, recipe, expected, dropped):
     data = run(tmp_path, SHOP, recipe=recipe)
     assert " ".join(f"{u}{i}{t}" for u, i, t in pairs(data)) == expected
     assert counted(data)["dropped"] == {"without user": 1} | dropped
+
+
+@pytest.mark.parametrize(
+    "recipe", [{"duplicates": "all"}, {"unique": ["user", "item", "time"]}, {"unique": ["o", "item"]}]
+)
+def test_repeated_pairs_are_refused(tmp_path, recipe):
+    """No split could part them: training would show what is tested."""
+    with pytest.raises(CrossfedError, match="Domain a: 1 of 5 interactions repeat a user and an item"):
+        run(tmp_path, SHOP, recipe=recipe)
 
 
 @pytest.mark.parametrize(
@@ -214,9 +222,9 @@ def test_text_of_rows_is_the_most_frequent(tmp_path):
 
 
 def test_recipe_of_a_domain_changes_only_what_it_says(tmp_path):
-    data = run(tmp_path, SHOP, recipe={"duplicates": "all", "min_rating": 2}, own={"min_rating": 4})
-    assert [time for *_, time in pairs(data)] == [10, 40, 30]
-    assert data.manifest["recipe"]["domains"]["a"]["recipe"]["duplicates"] == "all"
+    data = run(tmp_path, SHOP, recipe={"duplicates": "last", "min_rating": 2}, own={"min_rating": 4})
+    assert [time for *_, time in pairs(data)] == [40, 30]
+    assert data.manifest["recipe"]["domains"]["a"]["recipe"]["duplicates"] == "last"
 
 
 def test_same_bytes_again_and_no_place_in_the_manifest(tmp_path):
@@ -306,7 +314,7 @@ def test_shipped_specs_are_valid_and_say_where_files_are_published():
     for name, spec in specs.items():
         assert spec.name == name
         for domain in spec.domains.values():
-            assert all(source.published for source in (domain.interactions, *domain.items))
+            assert all(source.published for source in domain.sources)
 
 
 def test_papers_recipes():
@@ -356,12 +364,14 @@ def test_real_small_ones_and_their_bytes(tmp_path, name, folder, domain, expecte
     assert contents[0] == contents[1]
 
 
-def retail(tmp_path: Path, file: str, out: str, user: str = "InvoiceNo", **recipe) -> PreparedData:
+def retail(
+    tmp_path: Path, file: str, out: str, user: str = "InvoiceNo", report=lambda message: None, **recipe
+) -> PreparedData:
     spec = yaml.safe_load(shipped()["onlineretail"].read_text())
     spec["domains"]["onlineretail"]["interactions"] |= {"path": f"online_retail/{file}", "columns": {"user": user}}
     spec["recipe"] |= recipe
     (tmp_path / f"{out}.yaml").write_text(yaml.safe_dump(spec))
-    return prepare(tmp_path / f"{out}.yaml", tmp_path / out, real("online_retail"))
+    return prepare(tmp_path / f"{out}.yaml", tmp_path / out, real("online_retail"), report)
 
 
 def test_real_online_retail_from_both_layouts(tmp_path):
@@ -374,8 +384,10 @@ def test_real_online_retail_from_both_layouts(tmp_path):
 
 @pytest.mark.slow
 def test_real_online_retail_by_other_recipes(tmp_path):
-    rows = retail(tmp_path, "data.csv.gz", "rows", duplicates="all")
-    assert sizes(rows, "onlineretail") == (16_529, 3_471, 525_297)
+    told: list[str] = []
+    with pytest.raises(CrossfedError, match="of 525,297 interactions repeat a user and an item"):
+        retail(tmp_path, "data.csv.gz", "rows", report=told.append, duplicates="all")
+    assert told[-1] == "onlineretail: 16,529 users, 3,471 items, 525,297 interactions"
     customers = retail(tmp_path, "data.csv.gz", "c", "CustomerID", cancellations="drop", min_quantity=1)
     assert sizes(customers, "onlineretail") == (4_078, 3_149, 265_082)
 
