@@ -18,7 +18,7 @@ from crossfed.platform.config import settings
 from crossfed.platform.config.settings import RunConfig
 from crossfed.platform.console import number, span
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.federation.runs import PLACEMENT
+from crossfed.platform.layout import PLACEMENT
 from crossfed.platform.tracking import tracker
 from crossfed.platform.tracking.tracker import Tracker
 from crossfed.tuning.placement import Slots

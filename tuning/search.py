@@ -28,11 +28,10 @@ from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.node import Artifacts, Plan
 from crossfed.platform.federation.run import Finish, chosen_domains, make_artifacts, resolve_data
-from crossfed.platform.federation.runs import RESULT
+from crossfed.platform.layout import RESULT, RUN_ID
 from crossfed.platform.registry import method_name
 from crossfed.platform.report.recording import told_share
 from crossfed.platform.tracking import names, tracker
-from crossfed.platform.tracking.spool import RUN_ID
 from crossfed.platform.tracking.tracker import Tracker
 from crossfed.tuning.placement import Slots, slots
 from crossfed.tuning.ray_tune import Interruptible, fit

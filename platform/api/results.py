@@ -13,7 +13,8 @@ import pandas as pd
 
 from crossfed.platform.checkpoint import read_json
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.federation.runs import CONFIG, RESULT, find_run, stored_config
+from crossfed.platform.federation.runs import find_run, stored_config
+from crossfed.platform.layout import CONFIG, RESULT
 
 if TYPE_CHECKING:
     import optuna
@@ -96,7 +97,7 @@ class Run:
     def history(self) -> pd.DataFrame:
         """The committed rounds, one row each: stage, round, step, seconds, bytes, then a column per metric."""
         from crossfed.platform.federation.privacy import read_lines
-        from crossfed.platform.federation.rounds import HISTORY
+        from crossfed.platform.layout import HISTORY
 
         path = self.path / HISTORY
         rows = read_lines(path) if path.is_file() else []

@@ -176,7 +176,8 @@ def figures(
 ) -> None:
     """Draw a run's figures again into its folder: curves, losses, diagnostics, bytes, cohorts, weights, prototypes."""
     from crossfed.platform.federation.privacy import read_lines
-    from crossfed.platform.federation.runs import RESULT, find_run
+    from crossfed.platform.federation.runs import find_run
+    from crossfed.platform.layout import RESULT
     from crossfed.platform.report import figures
     from crossfed.platform.report.automatic import run_analyses
     from crossfed.platform.report.finished import read_result

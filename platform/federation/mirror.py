@@ -33,7 +33,7 @@ from pyarrow import fs
 
 from crossfed.platform.checkpoint import MANIFEST, Checkpoints
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.tracking.spool import RUN_ID
+from crossfed.platform.layout import RUN_ID
 from crossfed.platform.uris import checked
 
 OWNER, RESULT, CHECKPOINTS = "owner.json", "result.json", "checkpoints"

@@ -20,7 +20,7 @@ from crossfed.platform.evaluation.metrics import metric_name, parse_metric
 from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.federation.node import Plan
 from crossfed.platform.federation.privacy import RECORD
-from crossfed.platform.federation.rounds import HISTORY, LEDGER, check_method
+from crossfed.platform.federation.rounds import check_method
 from crossfed.platform.federation.run import (  # fmt: skip
     Finish,
     RunResult,
@@ -29,7 +29,8 @@ from crossfed.platform.federation.run import (  # fmt: skip
     run_federation,
     run_name,
 )
-from crossfed.platform.federation.runs import CONFIG, DATA, RESULT, TRAINED, finished, stored_config  # fmt: skip
+from crossfed.platform.federation.runs import finished, stored_config
+from crossfed.platform.layout import CONFIG, DATA, HISTORY, LEDGER, RESULT, TRAINED
 from crossfed.platform.method import ranking_keys
 
 MEASURED = ("evaluation.protocol", "evaluation.ks", "evaluation.metrics")

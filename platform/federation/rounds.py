@@ -21,9 +21,9 @@ from crossfed.platform.federation.mirror import Mirror
 from crossfed.platform.federation.node import Measured, Nodes, Plan
 from crossfed.platform.federation.payloads import Entry, ShapeWatch, check_declarations, check_told
 from crossfed.platform.federation.privacy import RECORD, Accountant, check_releases, mend, messages_of, read_lines
+from crossfed.platform.layout import HISTORY, LEDGER
 from crossfed.platform.method import SERVER, Direction, Method, MethodConfig, Phase, Stage
 
-HISTORY, LEDGER = "history.jsonl", "ledger.jsonl"
 FEDERATION = "federation"
 """The scope of a best value that all domains share."""
 

@@ -36,14 +36,14 @@ from crossfed.platform.federation import pace, privacy
 from crossfed.platform.federation.controls import blame, check_control
 from crossfed.platform.federation.mirror import Mirror
 from crossfed.platform.federation.node import Artifacts, InProcess, Measured, NodeLost, Nodes, Plan
-from crossfed.platform.federation.rounds import HISTORY, LEDGER, Round, Rounds, check_method
-from crossfed.platform.federation.runs import CONFIG, DATA, ENDING, PLACEMENT, RESULT, TRAINED, finished, stored_config
+from crossfed.platform.federation.rounds import Round, Rounds, check_method
+from crossfed.platform.federation.runs import finished, stored_config
+from crossfed.platform.layout import CONFIG, DATA, ENDING, HISTORY, LEDGER, PLACEMENT, RESULT, RUN_ID, TRAINED
 from crossfed.platform.method import Direction, Scope
 from crossfed.platform.registry import method_name
 from crossfed.platform.report.recording import record, told_share, track_beside
 from crossfed.platform.tokeniser import tokenise
 from crossfed.platform.tracking import names
-from crossfed.platform.tracking.spool import RUN_ID
 from crossfed.platform.tracking.tracker import Status, Tracker
 
 if TYPE_CHECKING:

@@ -16,15 +16,7 @@ from crossfed.platform.config.settings import RunConfig, build
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation import mirror, privacy
 from crossfed.platform.federation.node import Plan
-from crossfed.platform.federation.rounds import LEDGER
-
-CONFIG, DATA, RESULT = "config.yaml", "data.json", "result.json"
-PLACEMENT = "placement.json"
-"""Where every node runs; written as soon as all are up."""
-ENDING = ".ending"
-"""There while a result is being recorded and copied; a run that was killed then is not over yet."""
-TRAINED = "trained.json"
-"""Where a model is measured again: the `result.json` of the run that trained it."""
+from crossfed.platform.layout import CONFIG, DATA, LEDGER, RESULT
 
 
 def find_run(name: str, out: Path) -> Path:

@@ -27,7 +27,8 @@ from crossfed.platform.console import Progress
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.controls import CONTROLS
 from crossfed.platform.federation.run import Finish, run_federation
-from crossfed.platform.federation.runs import RESULT, finished, stored_config
+from crossfed.platform.federation.runs import finished, stored_config
+from crossfed.platform.layout import RESULT
 from crossfed.platform.registry import find_method, method_file, nearest
 
 LOCAL, HONEST = "local", "honest"

@@ -18,7 +18,8 @@ from crossfed.platform.config.settings import RunConfig
 from crossfed.platform.console import size
 from crossfed.platform.federation.payloads import declared
 from crossfed.platform.federation.privacy import read_lines, summary
-from crossfed.platform.federation.runs import RESULT, privacy_account, stored_config
+from crossfed.platform.federation.runs import privacy_account, stored_config
+from crossfed.platform.layout import RESULT
 from crossfed.platform.method import Direction, Field
 from crossfed.platform.report import figures, transfer
 from crossfed.platform.report.page import Page, Section

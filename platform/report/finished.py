@@ -19,10 +19,10 @@ from crossfed.platform import uris
 from crossfed.platform.checkpoint import read_json
 from crossfed.platform.config.settings import RunConfig, TrackingSettings
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.federation.runs import CONFIG, RESULT, find_run
+from crossfed.platform.federation.runs import find_run
+from crossfed.platform.layout import CONFIG, RESULT, RUN_ID
 from crossfed.platform.registry import find_method
 from crossfed.platform.tracking import tracker
-from crossfed.platform.tracking.spool import RUN_ID
 from crossfed.platform.yaml_text import load_yaml
 
 Split = Literal["validation", "test"]

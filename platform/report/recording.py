@@ -13,11 +13,11 @@ from crossfed.platform.console import Progress
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.federation.node import Plan
-from crossfed.platform.federation.runs import CONFIG, DATA, RESULT
+from crossfed.platform.layout import CONFIG, DATA, RESULT, RUN_ID
 from crossfed.platform.registry import method_name
 from crossfed.platform.tokeniser import tokenise
 from crossfed.platform.tracking import names
-from crossfed.platform.tracking.spool import RUN_ID, State
+from crossfed.platform.tracking.spool import State
 from crossfed.platform.tracking.tracker import DatasetInput, Tracker, resolve_uri
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from crossfed.platform.config.settings import TrackingSettings
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.federation.runs import ENDING, RESULT
+from crossfed.platform.layout import ENDING, RESULT, RUN_ID
 from crossfed.platform.tracking import tracker
-from crossfed.platform.tracking.spool import RUN_ID
 from crossfed.platform.tracking.tracker import resolve_uri
 from crossfed.platform.uris import sqlite_path
 

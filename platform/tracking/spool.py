@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from crossfed.platform.errors import CrossfedError
+from crossfed.platform.layout import RUN_ID
 
 SPOOL = "tracking-spool.jsonl"
 """Entries that wait for the store, one JSON object a line."""
 REFUSED = "tracking-refused.jsonl"
 """Entries that the store answered and refused for good, with its reason."""
-RUN_ID = "mlflow_run_id"
 STATE = "tracking.json"
 
 

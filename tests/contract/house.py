@@ -23,8 +23,10 @@ ROOMS = ("platform", "methods", "tuning")
 FLOORS: tuple[frozenset[str], ...] = tuple(
     frozenset(f"crossfed.{name}" for name in names.split())
     for names in (
-        "platform.method platform.errors platform.units",
-        "platform.registry platform.console platform.endings platform.uris platform.yaml_text",
+        "platform.errors",
+        "platform.method",
+        "platform.endings platform.layout platform.uris platform.yaml_text",
+        "platform.registry platform.console",
         "platform.data platform.evaluation",
         "platform.config",
         "platform.checkpoint",

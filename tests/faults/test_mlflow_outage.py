@@ -26,8 +26,9 @@ from crossfed.platform.console import make_progress
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.rounds import Round
 from crossfed.platform.federation.run import RunResult, run_federation
+from crossfed.platform.layout import RUN_ID
 from crossfed.platform.tracking import names
-from crossfed.platform.tracking.spool import RUN_ID, SPOOL
+from crossfed.platform.tracking.spool import SPOOL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SELECT = "recall_at_20"

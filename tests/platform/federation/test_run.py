@@ -13,7 +13,8 @@ from crossfed.platform.console import Progress, make_progress
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.run import run_federation
-from crossfed.platform.federation.runs import ENDING, RESULT, stored_config
+from crossfed.platform.federation.runs import stored_config
+from crossfed.platform.layout import ENDING, RESULT
 
 
 def config(method: str, shops: Path, out: Path, *sets: str, backend: str = "inprocess", **values: Any) -> RunConfig:
