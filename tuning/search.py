@@ -27,10 +27,9 @@ from crossfed.platform.console import Progress, make_progress
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.node import Artifacts, Plan
-from crossfed.platform.federation.run import Finish, chosen_domains, make_artifacts, resolve_data
+from crossfed.platform.federation.run import Finish, chosen_domains, make_artifacts, resolve_data, shared
 from crossfed.platform.layout import RESULT, RUN_ID
 from crossfed.platform.registry import method_name
-from crossfed.platform.report.recording import told_share
 from crossfed.platform.tracking import names, tracker
 from crossfed.platform.tracking.tracker import Tracker
 from crossfed.tuning.placement import Slots, slots
@@ -206,7 +205,7 @@ def _announce(view: Progress, study: Study, placed: Slots, data: PreparedData, d
     view.start(
         f"Study {search.name}: {base.resolved.title}",
         [
-            f"data       {kind}{data.path.name}: {', '.join(domains)}{told_share(base.evaluation.train_share)}",
+            f"data       {kind}{data.path.name}: {', '.join(domains)}{shared(base.evaluation.train_share)}",
             f"protocol   {base.evaluation.protocol}",
             f"objective  {', '.join(search.objectives)} of validation {base.evaluation.select}",
             f"space      {'; '.join(f'{name}: {_told(study, name)}' for name in study.parameters)}",

@@ -20,8 +20,9 @@ from crossfed.platform.config.settings import RunConfig
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.node import Artifacts
 from crossfed.platform.federation.rounds import Round
-from crossfed.platform.federation.run import Finish, Stopped, run_federation
+from crossfed.platform.federation.run import Finish, Stopped
 from crossfed.platform.federation.runs import stored_config
+from crossfed.platform.report.recording import run_recorded
 
 STOPPED = "stopped"
 """A file in a trial's run directory: why the driver stopped it."""
@@ -115,7 +116,7 @@ class FederationTrial(tune.Trainable):  # type: ignore[misc]
                 raise Stopped(reason, "KILLED", "pruned" if pruned else "killed")
 
         try:
-            done = run_federation(
+            done = run_recorded(
                 run, resume=resume, on_round=told, finish=self._finish, artifacts=self._artifacts, name=config["name"]
             )
         except Stopped as stopped:

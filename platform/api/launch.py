@@ -67,7 +67,7 @@ def run(
         >>> made.metrics.head()  # doctest: +SKIP
     """
     from crossfed.platform.federation.final import test_once
-    from crossfed.platform.federation.run import run_federation
+    from crossfed.platform.report.recording import run_recorded
 
     made = configure(
         method,
@@ -84,7 +84,7 @@ def run(
         config=config,
     )
     view = make_progress(progress)
-    finished = run_federation(made, view=view, finish=test_once if test else None)
+    finished = run_recorded(made, view=view, finish=test_once if test else None)
     return Run(finished.run_dir)
 
 

@@ -147,7 +147,7 @@ class Run:
         Raises:
             CrossfedError: the run has not finished, has no such domain, or k is below 1.
         """
-        from crossfed.platform.serving.save import DomainModel
+        from crossfed.platform.serving.model import DomainModel
 
         asked = [users] if isinstance(users, str) else [str(user) for user in users]
         answers = DomainModel(self.path, domain).recommend(asked, [k] * len(asked))

@@ -96,6 +96,7 @@ def _run_controls(
     from crossfed.platform.federation.final import test_once
     from crossfed.platform.federation.runs import stored_config
     from crossfed.platform.federation.transfer import local_variant, run_arms
+    from crossfed.platform.report.recording import run_recorded
 
     if sets and local is None:
         raise CrossfedError("--local-set belongs to --local METHOD.")
@@ -111,6 +112,7 @@ def _run_controls(
                 view=lambda: make_progress(progress.value),
                 say=lambda line: typer.echo(line, err=True),
                 backend=backend.value if backend else None,
+                launch=run_recorded,
             )
     except KeyboardInterrupt:
         ending.tell()

@@ -43,6 +43,7 @@ def evaluate(
     from crossfed.platform.federation.final import test_once
     from crossfed.platform.federation.reevaluate import evaluate as measure
     from crossfed.platform.federation.runs import find_run
+    from crossfed.platform.report.recording import Recording
 
     started: list[Path] = []
 
@@ -62,6 +63,7 @@ def evaluate(
                 backend=backend.value if backend else None,
                 view=make_progress(progress.value),
                 started=started.append,
+                callbacks=(Recording(),),
             )
     except KeyboardInterrupt:
         ending.tell()

@@ -219,7 +219,7 @@ def run(
         if config.data is not None:
             PreparedData.open(config.data)  # what is no data is refused before torch is imported
     from crossfed.platform.federation.final import test_once
-    from crossfed.platform.federation.run import run_federation
+    from crossfed.platform.report.recording import run_recorded
 
     def hint() -> str:
         where = started[0] if started else None
@@ -228,7 +228,7 @@ def run(
     ending = terminable(hint)
     try:
         with ending:
-            result = run_federation(config, resume=run_dir, view=view, finish=test_once, started=started.append)
+            result = run_recorded(config, resume=run_dir, view=view, finish=test_once, started=started.append)
     except KeyboardInterrupt:
         ending.tell()
         raise typer.Exit(130) from None

@@ -36,7 +36,7 @@ def recommend(
     from crossfed.platform.data.store import PreparedData
     from crossfed.platform.federation.run import resolve_data
     from crossfed.platform.federation.runs import find_run, stored_config
-    from crossfed.platform.serving.save import DomainModel, K
+    from crossfed.platform.serving.model import DomainModel, K
 
     run_dir = find_run(run, out)
     model, console = DomainModel(run_dir, domain), Console(highlight=False)

@@ -18,6 +18,7 @@ from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.metrics import metric_name, parse_metric
 from crossfed.platform.evaluation.protocols import get_protocol
+from crossfed.platform.federation.callbacks import Callback
 from crossfed.platform.federation.node import Plan
 from crossfed.platform.federation.privacy import RECORD
 from crossfed.platform.federation.rounds import check_method
@@ -106,6 +107,7 @@ def evaluate(
     backend: Literal["ray", "inprocess"] | None = None,
     view: Progress | None = None,
     started: Callable[[Path], None] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult:
     """Measure a finished run's selected model again, as a run of its own.
 
@@ -114,7 +116,7 @@ def evaluate(
         finish: reads the test split: `evaluation.final.test_once`.
         protocol, sets, data: as in `evaluation_config`.
         out: folder of the new run; by default that of the given one. backend: by default that of the given run.
-        view, started: as in `run_federation`.
+        view, started, callbacks: as in `run_federation`.
 
     Raises:
         CrossfedError: the run has not finished or never read the test split, its data or configuration have changed, it holds
@@ -134,7 +136,7 @@ def evaluate(
     commit = _last_commit(run_dir, old, tuple(told["domains"]), view)
     there = config.out / run_name(config)
     _bring(run_dir, commit, there, config)
-    return run_federation(config, resume=there, view=view, finish=finish, started=started)
+    return run_federation(config, resume=there, view=view, finish=finish, started=started, callbacks=callbacks)
 
 
 def _last_commit(run_dir: Path, config: RunConfig, domains: tuple[str, ...], view: Progress | None) -> Path:

@@ -14,8 +14,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.federation import pace, privacy
+from crossfed.platform.federation.callbacks import Callback, Ended, Started, Status
 from crossfed.platform.federation.controls import blame, check_control
 from crossfed.platform.federation.mirror import Mirror
 from crossfed.platform.federation.node import Artifacts, InProcess, Measured, NodeLost, Nodes, Plan
@@ -41,10 +42,7 @@ from crossfed.platform.federation.runs import finished, stored_config
 from crossfed.platform.layout import CONFIG, DATA, ENDING, HISTORY, LEDGER, PLACEMENT, RESULT, RUN_ID, TRAINED
 from crossfed.platform.method import Direction, Scope
 from crossfed.platform.registry import method_name
-from crossfed.platform.report.recording import record, told_share, track_beside
 from crossfed.platform.tokeniser import tokenise
-from crossfed.platform.tracking import names
-from crossfed.platform.tracking.tracker import Status, Tracker
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -123,6 +121,7 @@ def run_federation(
     started: Callable[[Path], None] | None = None,
     artifacts: Artifacts | None = None,
     name: str | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> RunResult:
     """Run a federation from its configuration to its result.
 
@@ -135,6 +134,7 @@ def run_federation(
         started: called with the run's directory as soon as it exists.
         artifacts: what `make_artifacts` gave for this configuration, made beforehand; made here by default.
         name: the run's name, which is that of its directory in `config.out`; by default method, seed and time.
+        callbacks: what watches it besides; see `report.recording.run_recorded` for one that MLflow hears of.
 
     Raises:
         CrossfedError: anything a user can mend, in one sentence. What was committed before stays and can be resumed.
@@ -169,7 +169,7 @@ def run_federation(
         view.start(
             f"{method.title}: {run_dir.name}",
             [
-                f"data       {synthetic}{data.path.name}: {', '.join(domains)}{told_share(config.evaluation.train_share)}",
+                f"data       {synthetic}{data.path.name}: {', '.join(domains)}{shared(config.evaluation.train_share)}",
                 f"protocol   {config.evaluation.protocol}, {_selecting(config)}",
                 f"seed       {config.seed}   configuration {config.hash()}   back end {config.backend}",
                 f"directory  {run_dir}",
@@ -187,14 +187,19 @@ def run_federation(
                 view.note(f"privacy    {line}")
             nodes.preflight(plan)  # what cannot be placed leaves no record anywhere
             rounds.mirror = mirror = _mirror(config, run_dir, view)
-            tracker = track_beside(config, run_dir, data, domains, resume is not None, view)
+            for callback in callbacks:
+                callback.on_start(Started(plan, data, rounds.stages, resume is not None, view))
             try:
-                result = _run(rounds, data, tracker, view, on_round, finish, artifacts, began)
+                done = _run(rounds, data, view, callbacks, on_round, finish, artifacts, began)
+                with writing(run_dir):
+                    for callback in callbacks:
+                        callback.on_end(done)
             except BaseException as error:
                 blame(error, config.control)
-                tracker().finish(*_ended(error))
+                for callback in callbacks:
+                    callback.on_failure(*_ended(error))
                 raise
-        tracker().finish("FINISHED")
+        result = done.result
         if mirror is not None:
             mirror.finish()
         (run_dir / ENDING).unlink(missing_ok=True)
@@ -202,9 +207,14 @@ def run_federation(
             _summary(view, config, result)
             for line in privacy.summary(result["privacy"]):
                 view.note(f"privacy    {line}")
-        recorded = tracker()
-        view.note(f"tracking   {recorded.status}" + (f": {recorded.url}" if recorded.url else ""))
+        for line in (line for callback in callbacks for line in callback.notes()):
+            view.note(line)
     return RunResult(result["run_id"], run_dir, result)
+
+
+def shared(train_share: float) -> str:
+    """How much of the training data a run trains on, for the end of a phrase; nothing where it is all."""
+    return "" if train_share == 1 else f", {train_share:.3g} of the training interactions"
 
 
 def _selecting(config: RunConfig) -> str:
@@ -360,13 +370,13 @@ def _nodes(config: RunConfig) -> contextlib.AbstractContextManager[Nodes]:
 def _run(
     rounds: Rounds,
     data: PreparedData,
-    tracker: Callable[[], Tracker],
     view: Progress,
+    callbacks: Sequence[Callback],
     on_round: Callable[[Round], None] | None,
     finish: Finish | None,
     artifacts: Artifacts | None,
     began: float,
-) -> dict[str, Any]:
+) -> Ended:
     plan, nodes, config = rounds.plan, rounds.nodes, rounds.config
     stage = ""
 
@@ -376,10 +386,8 @@ def _run(
             stage = row.stage
             view.stage(row.stage, row.rounds)
         view.round(row.stage, row.round, row.rounds, row.metrics, row.seconds, row.bytes_up, row.bytes_down)
-        number = next(i for i, stage_ in enumerate(rounds.stages, 1) if stage_.name == row.stage)
-        selects = rounds.stages[number - 1].keep_best
-        shown = names.of_round(asdict(row), config.evaluation.select, number, plan.domains, selects)
-        tracker().log(shown, row.step)
+        for callback in callbacks:
+            callback.on_round(row)
         if on_round:
             on_round(row)
 
@@ -485,8 +493,8 @@ def _run(
         (plan.run_dir / ENDING).touch()
     write_json(plan.run_dir / RESULT, result)
     with writing(plan.run_dir):
-        record(plan, result, rounds.history.rows(), ledger, tracker(), view)
-    return result
+        ledger.to_parquet(plan.run_dir / "ledger.parquet", index=False)
+    return Ended(plan, result, rounds.history.rows(), ledger, view)
 
 
 def _interactions(data: PreparedData, plan: Plan) -> int:

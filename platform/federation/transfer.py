@@ -26,7 +26,7 @@ from crossfed.platform.config.settings import Privacy, RunConfig, build, first_e
 from crossfed.platform.console import Progress
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.controls import CONTROLS
-from crossfed.platform.federation.run import Finish, run_federation
+from crossfed.platform.federation.run import Finish, RunResult, run_federation
 from crossfed.platform.federation.runs import finished, stored_config
 from crossfed.platform.layout import RESULT
 from crossfed.platform.registry import find_method, method_file, nearest
@@ -130,6 +130,7 @@ def run_arms(
     view: Callable[[], Progress] | None = None,
     say: Callable[[str], None] = lambda line: None,
     backend: Literal["ray", "inprocess"] | None = None,
+    launch: Callable[..., RunResult] = run_federation,
 ) -> list[Arm]:
     """All arms over the seeds: that of the given run and those after it. New runs lie beside the given one.
 
@@ -142,6 +143,7 @@ def run_arms(
         local: the local variant; by default the declared one.
         view: makes the progress view of a new run. say: told what happens, in lines.
         backend: of new runs; by default that of the given run.
+        launch: starts a run, as `run_federation` does.
 
     Raises:
         CrossfedError: the given run cannot be compared, or a run without a control failed.
@@ -173,7 +175,7 @@ def run_arms(
                 done.append(Arm(name, seed, run_dir))
                 say(f"{number}: {run_dir}")
                 continue
-            done.append(_run(name, one, data, finish, view, say, number))
+            done.append(_run(name, one, data, finish, view, say, number, launch))
     return done
 
 
@@ -185,6 +187,7 @@ def _run(
     view: Callable[[], Progress] | None,
     say: Callable[[str], None],
     number: str,
+    launch: Callable[..., RunResult],
 ) -> Arm:
     """One arm with one seed: found, continued or run."""
     there = _like(config, data)
@@ -196,7 +199,7 @@ def _run(
     say(f"{number}: {f'going on with {resume}' if resume else 'running'}")
     started: list[Path] = []
     try:
-        run_federation(
+        launch(
             stored_config(resume) if resume else config,
             resume=resume,
             view=view() if view else None,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,10 @@ from crossfed.platform.config.settings import RunConfig
 from crossfed.platform.console import Progress
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.evaluation.protocols import told_protocol
+from crossfed.platform.federation.callbacks import Callback, Ended, Started, Status
 from crossfed.platform.federation.node import Plan
+from crossfed.platform.federation.rounds import Round
+from crossfed.platform.federation.run import RunResult, run_federation, shared
 from crossfed.platform.layout import CONFIG, DATA, RESULT, RUN_ID
 from crossfed.platform.registry import method_name
 from crossfed.platform.tokeniser import tokenise
@@ -21,12 +25,7 @@ from crossfed.platform.tracking.spool import State
 from crossfed.platform.tracking.tracker import DatasetInput, Tracker, resolve_uri
 
 if TYPE_CHECKING:
-    import pandas as pd
-
-
-def told_share(share: float) -> str:
-    """How much of the training data a run trains on, for the end of a phrase; nothing where it is all."""
-    return "" if share == 1 else f", {share:.3g} of the training interactions"
+    pass
 
 
 def _params(config: RunConfig, data: str) -> dict[str, Any]:
@@ -128,17 +127,14 @@ def record(
     plan: Plan,
     result: dict[str, Any],
     history: list[dict[str, Any]],
-    ledger: pd.DataFrame,
     tracker: Tracker,
-    view: Progress,
 ) -> None:
-    """Final metrics, files, figures, models and the run's page; also writes `ledger.parquet` beside the result.
+    """Final metrics, files, figures, models and the run's page.
 
     Args:
-        result: what `result.json` holds. history: a row per round. ledger: a row per array that crossed.
+        result: what `result.json` holds. history: a row per round.
     """
     run_dir, last = plan.run_dir, max((row["step"] for row in history), default=0)
-    ledger.to_parquet(run_dir / "ledger.parquet", index=False)
     tracker.log(names.of_result(result, plan.config.evaluation.select), last)
     tracker.describe(_described(result, plan.config.evaluation.select))
     if not plan.config.tracking.artifacts:
@@ -149,6 +145,7 @@ def record(
         tracker.artifact(run_dir / "per_user", "per_user")
     from crossfed.platform.report import figures  # here, because it takes seconds to import
     from crossfed.platform.report.automatic import run_analyses
+    from crossfed.platform.serving import save
 
     drawn = figures.run_figures(history, result) | figures.model_figures(run_dir / "model", plan.domains, result)
     drawn |= run_analyses(run_dir) if history else {}
@@ -157,7 +154,46 @@ def record(
     for name in plan.domains:
         registered = f"{result['method']}-{result['data']['name']}-{name}".replace("/", "_").replace(":", "_")
         title = model_title(plan.config, result["data"]["name"], name)
-        tracker.model(run_dir, name, last, registered if plan.config.tracking.register_models else None, title)
+        tracker.model(
+            save.save, run_dir, name, last, registered if plan.config.tracking.register_models else None, title
+        )
+
+
+class Recording(Callback):
+    """Keeps MLflow's record of a run: opened beside the rest, a step per round, files and models at the end."""
+
+    def on_start(self, run: Started) -> None:
+        config, self._plan, self._stages = run.plan.config, run.plan, run.stages
+        self._tracker = track_beside(config, run.plan.run_dir, run.data, run.plan.domains, run.resumed, run.view)
+
+    def on_round(self, row: Round) -> None:
+        number = next(i for i, stage in enumerate(self._stages, 1) if stage.name == row.stage)
+        selects = self._stages[number - 1].keep_best
+        select = self._plan.config.evaluation.select
+        self._tracker().log(names.of_round(asdict(row), select, number, self._plan.domains, selects), row.step)
+
+    def on_end(self, done: Ended) -> None:
+        record(done.plan, done.result, done.history, self._tracker())
+        self._tracker().finish("FINISHED")
+
+    def on_failure(self, status: Status, reason: str, outcome: str) -> None:
+        self._tracker().finish(status, reason, outcome)
+
+    def notes(self) -> Sequence[str]:
+        tracker = self._tracker()
+        return (f"tracking   {tracker.status}" + (f": {tracker.url}" if tracker.url else ""),)
+
+
+def run_recorded(config: RunConfig, *, callbacks: Sequence[Callback] = (), **how: Any) -> RunResult:
+    """`run_federation` with its record in MLflow, as `config.tracking` has it, and its figures.
+
+    Args:
+        callbacks: what watches besides. how: as for `run_federation`.
+
+    Raises:
+        CrossfedError: as `run_federation`.
+    """
+    return run_federation(config, callbacks=(Recording(), *callbacks), **how)
 
 
 def _described(result: dict[str, Any], select: str) -> str:
@@ -170,7 +206,7 @@ def _described(result: dict[str, Any], select: str) -> str:
         for name, row in result["domains"].items()
     ]
     control = "" if (told := result.get("control", "none")) == "none" else f" under the control {told}"
-    share = told_share(result.get("train_share", 1.0))
+    share = shared(result.get("train_share", 1.0))
     where = f"{kind} {result['data']['name']}{share}, protocol {told_protocol(result)}, seed {result['seed']}"
     head = f"**{result['method']}**{control}, {where}"
     return "\n".join(

@@ -21,7 +21,7 @@ from mlflow.pyfunc.model import PythonModel
 from mlflow.types.schema import Array, ColSpec, DataType, ParamSchema, ParamSpec, Schema
 
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.serving.save import DomainModel, K
+from crossfed.platform.serving.model import DomainModel, K
 
 KEYS = ("user", "k", "exclude")
 """What a request may say."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.serving import save
+from crossfed.platform.serving.model import DomainModel
 from crossfed.platform.tracking.store import bounded
 
 FORMATS = ("dataframe_records", "dataframe_split", "instances", "inputs")
@@ -44,7 +45,7 @@ def application(run_dir: Path, domain: str) -> App:
     Raises:
         CrossfedError: as `serve`.
     """
-    save.DomainModel(run_dir, domain)
+    DomainModel(run_dir, domain)
     import mlflow.pyfunc
     from mlflow.pyfunc import scoring_server
 

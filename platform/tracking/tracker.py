@@ -282,22 +282,27 @@ class Tracker:
         self.artifact(path, "figures")
 
     def model(
-        self, run_dir: Path, domain: str, step: int = 0, register: str | None = None, name: str | None = None
+        self,
+        save: Callable[[Path, str, Path], None],
+        run_dir: Path,
+        domain: str,
+        step: int = 0,
+        register: str | None = None,
+        name: str | None = None,
     ) -> None:
-        """Record one domain's trained model as an MLflow pyfunc (see `crossfed.platform.serving.save`).
+        """Record one domain's trained model as an MLflow model.
 
         Args:
+            save: writes the model of a run's domain to a folder (`crossfed.platform.serving.save.save`).
             register: the registered model of which it becomes a new version. name: the model's own; its domain by default.
         """
         if not self._settings.enabled:
             return
-        from crossfed.platform.serving import save
-
         folder = self._dir / f"mlflow-model-{domain}"
         shutil.rmtree(folder, ignore_errors=True)
         try:
             with bounded():
-                save.save(run_dir, domain, folder)
+                save(run_dir, domain, folder)
         except Exception as error:  # the run's own model is in its directory already
             self._warn(f"tracking: the model of {domain} cannot be recorded ({words(error)})")
             return

@@ -17,11 +17,11 @@ from crossfed.platform.federation.controls import CONTROLS
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.node import InProcess
 from crossfed.platform.federation.rounds import check_method
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import load_scorer, stored_config
 from crossfed.platform.federation.transfer import local_variant
 from crossfed.platform.method import Direction, MethodConfig, Scope, stage_keys
 from crossfed.platform.registry import find_method, method_file, method_names
+from crossfed.platform.report.recording import run_recorded
 from crossfed.tuning.space import space
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +124,7 @@ def test_only_users_shapes_are_declared_as_such(name: str) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_resumed_equals_uninterrupted(name: str, shops: Path, tmp_path: Path) -> None:
-    straight = run_federation(small(name, shops, tmp_path / "straight"))
+    straight = run_recorded(small(name, shops, tmp_path / "straight"))
 
     class Stop(Exception):
         pass
@@ -137,8 +137,8 @@ def test_resumed_equals_uninterrupted(name: str, shops: Path, tmp_path: Path) ->
                 raise Stop
 
         with pytest.raises(Stop):
-            run_federation(small(name, shops, tmp_path / "broken"), on_round=stop, started=broken.append)
-        resumed = run_federation(stored_config(broken[0]), resume=broken[0])
+            run_recorded(small(name, shops, tmp_path / "broken"), on_round=stop, started=broken.append)
+        resumed = run_recorded(stored_config(broken[0]), resume=broken[0])
         assert numbers(resumed.result) == numbers(straight.result)
 
 
@@ -159,7 +159,7 @@ ON_RAY = [
 
 @pytest.mark.parametrize("name", ON_RAY)
 def test_in_process_equals_ray(name: str, shops: Path, tmp_path: Path, ray_cluster: None) -> None:
-    runs = [run_federation(small(name, shops, tmp_path / b, backend=b)) for b in ("inprocess", "ray")]
+    runs = [run_recorded(small(name, shops, tmp_path / b, backend=b)) for b in ("inprocess", "ray")]
     assert numbers(runs[0].result) == numbers(runs[1].result)
 
 
@@ -174,7 +174,7 @@ def test_the_exported_model_scores_like_the_live_one(name: str, shops: Path, tmp
                 live[domain] = node.method.score(node.state, users).detach().clone()
         return {}
 
-    done = run_federation(small(name, shops, tmp_path), finish=look)
+    done = run_recorded(small(name, shops, tmp_path), finish=look)
     assert set(live) == {"books", "films", "games"}
     for domain, scores in live.items():
         served = load_scorer(done.run_dir, domain)(users)
@@ -185,7 +185,7 @@ def test_the_exported_model_scores_like_the_live_one(name: str, shops: Path, tmp
 @pytest.mark.parametrize("name", METHODS)
 def test_a_tenth_of_the_training_data_will_do(name: str, shops: Path, tmp_path: Path) -> None:
     """Most users and items have nothing left to train on; they are measured all the same."""
-    few = run_federation(small(name, shops, tmp_path, "evaluation.train_share=0.1"), finish=final_test)
+    few = run_recorded(small(name, shops, tmp_path, "evaluation.train_share=0.1"), finish=final_test)
     assert {name: row["test_users"] for name, row in few.result["domains"].items()} == {
         "books": 40,
         "films": 50,
@@ -197,7 +197,7 @@ def test_a_tenth_of_the_training_data_will_do(name: str, shops: Path, tmp_path: 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_seeds_matter(name: str, shops: Path, tmp_path: Path) -> None:
-    one, two = (run_federation(small(name, shops, tmp_path, f"seed={seed}")) for seed in (1, 2))
+    one, two = (run_recorded(small(name, shops, tmp_path, f"seed={seed}")) for seed in (1, 2))
     assert one.result["domains"]["books"]["validation"] != two.result["domains"]["books"]["validation"]
 
 
@@ -221,7 +221,7 @@ def test_its_local_variant_is_declared_and_exchanges_nothing(name: str, shops: P
 @pytest.mark.parametrize("control", ["noise", *(pytest.param(c, marks=pytest.mark.slow) for c in CONTROLS[1:])])
 def test_it_runs_under_every_transfer_control(name: str, control: str, shops: Path, tmp_path: Path) -> None:
     """What arrives means nothing, and it makes of it what it can, to the end; what it sends is still declared and finite."""
-    done = run_federation(small(name, shops, tmp_path, f"control={control}"))
+    done = run_recorded(small(name, shops, tmp_path, f"control={control}"))
     assert done.result["control"] == control and sum(done.result["bytes"]["up"].values()) > 0
 
 

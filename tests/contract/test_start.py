@@ -12,7 +12,7 @@ import toys
 from crossfed.platform import registry
 from crossfed.platform.config.settings import build
 from crossfed.platform.federation.node import Nodes, Plan
-from crossfed.platform.federation.run import run_federation
+from crossfed.platform.report.recording import run_recorded
 
 REPORTS = frozenset({"mlflow", "matplotlib", "pandas", "scipy.stats", "torch_geometric", "jinja2"})
 HEAVY = REPORTS | {"torch", "ray", "optuna", "sklearn", "transformers"}
@@ -84,7 +84,7 @@ def test_an_actor_imports_nothing_of_reports(shops: Path, tmp_path: Path, ray_cl
     values = {"data": shops, "out": tmp_path, "tracking.enabled": False, "resources.cpus_server": 0.1}
     values["resources.cpus_per_domain"] = 0.1
     config = build("p2p_iagr", sets=["rounds=1", "dim=4", "K=2"], values=values)
-    run_federation(config, finish=look)
+    run_recorded(config, finish=look)
     assert seen
     for name, modules in seen.items():
         assert "torch" in modules, "the actor's own modules are meant"

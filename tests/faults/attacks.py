@@ -24,9 +24,9 @@ from crossfed.platform.data.store import PreparedData
 from crossfed.platform.federation.node import InProcess, Plan
 from crossfed.platform.federation.payloads import Entry, Gate, check_metrics, check_told
 from crossfed.platform.federation.rounds import Round, Rounds, check_method
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import privacy_account, stored_config
 from crossfed.platform.method import SERVER, Direction, Field, Stage
+from crossfed.platform.report.recording import run_recorded
 from faults.mutator import VALUES, Mutator
 
 Attack = Callable[[Mutator, Path], None]
@@ -212,7 +212,7 @@ def _run(seeds: Path, method: str) -> Path:
 
     sets = ["rounds=5", "privacy.noise_seed=0", "privacy.delta=0"]
     with contextlib.suppress(_Stop):
-        run_federation(build(f"toys:{method}", sets=sets, values=values), on_round=stop, started=started.append)
+        run_recorded(build(f"toys:{method}", sets=sets, values=values), on_round=stop, started=started.append)
     return started[0]
 
 

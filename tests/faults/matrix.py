@@ -36,10 +36,10 @@ from crossfed.platform.config.settings import RunConfig  # noqa: E402
 from crossfed.platform.errors import CrossfedError  # noqa: E402
 from crossfed.platform.federation.final import test_once  # noqa: E402
 from crossfed.platform.federation.rounds import Round  # noqa: E402
-from crossfed.platform.federation.run import run_federation  # noqa: E402
 from crossfed.platform.federation.runs import stored_config  # noqa: E402
 from crossfed.platform.method import SERVER, Scope  # noqa: E402
 from crossfed.platform.registry import find_method  # noqa: E402
+from crossfed.platform.report.recording import run_recorded  # noqa: E402
 
 DOMAINS = ("books", "films", "games")
 FEDERATED = tuple(name for name in METHODS if find_method(name).scope == Scope.FEDERATED)
@@ -190,7 +190,7 @@ def drive(config: Path, step: int) -> None:
         if row.step == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    run_federation(stored_config(config.parent), on_round=told, finish=test_once, name="driven")
+    run_recorded(stored_config(config.parent), on_round=told, finish=test_once, name="driven")
 
 
 def run_case(
@@ -211,10 +211,10 @@ def run_case(
                 if code != -signal.SIGKILL:
                     return Outcome(case, f"the driver ended with {code}", 0, time.monotonic() - began)
                 run_dir = config.out / "driven"
-                done = run_federation(stored_config(run_dir), resume=run_dir, finish=test_once)
+                done = run_recorded(stored_config(run_dir), resume=run_dir, finish=test_once)
             else:
                 told = strike(case, lambda: started[0], machines)
-                done = run_federation(config, on_round=told, finish=test_once, started=started.append)
+                done = run_recorded(config, on_round=told, finish=test_once, started=started.append)
                 restarts = done.result["restarts"]
                 if restarts != 1:
                     return Outcome(case, f"{restarts} restarts where one was due", restarts, time.monotonic() - began)
@@ -253,7 +253,7 @@ def matrix(
     machines, found = Machines(), list[Outcome]()
     try:
         for method in methods:
-            calm = run_federation(small(method, shops, folder / method / "calm", *settings(method)), finish=test_once)
+            calm = run_recorded(small(method, shops, folder / method / "calm", *settings(method)), finish=test_once)
             rows = history(calm.run_dir)
             server = [SERVER] if find_method(method).init_server else []
             chosen = cases(method, rows, [*server, *DOMAINS], wanted)
@@ -291,14 +291,14 @@ def spread(methods: Sequence[str], shops: Path, folder: Path, tell: Callable[[st
     machines, sound = Machines(), True
     try:
         for method in methods:
-            calm = run_federation(small(method, shops, folder / method / "calm", *settings(method)), finish=test_once)
+            calm = run_recorded(small(method, shops, folder / method / "calm", *settings(method)), finish=test_once)
             sets = (
                 *settings(method),
                 "resources.placement=STRICT_SPREAD",
                 "resources.gpus_per_domain=1",
                 "resources.device=cpu",
             )
-            done = run_federation(
+            done = run_recorded(
                 small(method, shops, folder / method / "spread", *sets, backend="ray"), finish=test_once
             )
             placed = done.result["placement"]

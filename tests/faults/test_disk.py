@@ -13,8 +13,8 @@ import pytest
 from crossfed.platform.checkpoint import Checkpoints
 from crossfed.platform.config.settings import RunConfig, build
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import stored_config
+from crossfed.platform.report.recording import run_recorded
 
 NODES = ("server", "books", "films", "games")
 
@@ -44,10 +44,10 @@ def numbers(result: dict[str, Any]) -> dict[str, Any]:
 def test_a_full_disk_stops_the_run_in_one_sentence_and_loses_no_commit(
     shops: Path, tmp_path: Path, small_disk: Path
 ) -> None:
-    straight = run_federation(config(shops, tmp_path / "straight"))
+    straight = run_recorded(config(shops, tmp_path / "straight"))
     started: list[Path] = []
     with pytest.raises(CrossfedError, match=r"cannot be (written|committed|made).*(No space|os error 28)"):
-        run_federation(config(shops, small_disk), started=started.append)
+        run_recorded(config(shops, small_disk), started=started.append)
     run_dir = started[0]
     kept = Checkpoints(run_dir, NODES)
     found = kept.latest()
@@ -55,9 +55,7 @@ def test_a_full_disk_stops_the_run_in_one_sentence_and_loses_no_commit(
     assert all(kept.check(commit) for commit in kept.committed())
 
     with pytest.raises(CrossfedError, match="cannot be"):
-        run_federation(
-            stored_config(run_dir), resume=run_dir
-        )  # still full: the same sentence, and still nothing is lost
+        run_recorded(stored_config(run_dir), resume=run_dir)  # still full: the same sentence, and still nothing is lost
     assert kept.latest() is not None
     subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
-    assert numbers(run_federation(stored_config(run_dir), resume=run_dir).result) == numbers(straight.result)
+    assert numbers(run_recorded(stored_config(run_dir), resume=run_dir).result) == numbers(straight.result)

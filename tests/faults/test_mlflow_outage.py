@@ -25,8 +25,9 @@ from crossfed.platform.config.settings import build
 from crossfed.platform.console import make_progress
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.rounds import Round
-from crossfed.platform.federation.run import RunResult, run_federation
+from crossfed.platform.federation.run import RunResult
 from crossfed.platform.layout import RUN_ID
+from crossfed.platform.report.recording import run_recorded
 from crossfed.platform.tracking import names
 from crossfed.platform.tracking.spool import SPOOL
 
@@ -132,7 +133,7 @@ def run(shops: Path, out: Path, server: Server, at: dict[int, Callable[[], None]
     told, began = io.StringIO(), time.monotonic()
     with contextlib.redirect_stderr(told):  # where warnings go
         view = make_progress("plain", told)
-        done = run_federation(config, view=view, on_round=on_round, finish=final_test, name="run")
+        done = run_recorded(config, view=view, on_round=on_round, finish=final_test, name="run")
     return Done(done, told.getvalue(), time.monotonic() - began - sum(waited), waited)
 
 

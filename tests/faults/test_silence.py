@@ -10,8 +10,8 @@ import pytest
 
 from crossfed.platform.config.settings import RunConfig, build
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import stored_config
+from crossfed.platform.report.recording import run_recorded
 
 
 def config(shops: Path, out: Path, marker: Path, *sets: str, backend: str = "ray") -> RunConfig:
@@ -30,9 +30,9 @@ def numbers(result: dict[str, Any]) -> dict[str, Any]:
 def test_a_silent_node_is_left_behind(fault: str, limit: str, shops: Path, tmp_path: Path, ray_cluster: None) -> None:
     never, marker = tmp_path / "never", tmp_path / "silent"
     never.touch()
-    calm = run_federation(config(shops, tmp_path / "calm", never, backend="inprocess"))
+    calm = run_recorded(config(shops, tmp_path / "calm", never, backend="inprocess"))
     began = time.monotonic()
-    hit = run_federation(config(shops, tmp_path / "hit", marker, f"fault={fault}", limit))
+    hit = run_recorded(config(shops, tmp_path / "hit", marker, f"fault={fault}", limit))
     assert marker.exists() and hit.result["restarts"] == 1
     assert numbers(hit.result) == numbers(calm.result)
     assert time.monotonic() - began < 240
@@ -44,6 +44,6 @@ def test_on_failure_fail_ends_the_run_with_who_was_late(shops: Path, tmp_path: P
     sets = ("fault=sleep", "resources.round_timeout=20", "resources.on_failure=fail")
     words = r"^books had no answer 20 s after round 2 of stage mean began .*films .* s.*\(resources.on_failure=fail\)"
     with pytest.raises(CrossfedError, match=words):
-        run_federation(config(shops, tmp_path, tmp_path / "silent", *sets), started=started.append)
-    again = run_federation(stored_config(started[0]), resume=started[0])
+        run_recorded(config(shops, tmp_path, tmp_path / "silent", *sets), started=started.append)
+    again = run_recorded(stored_config(started[0]), resume=started[0])
     assert again.result["domains"]

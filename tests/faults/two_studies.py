@@ -30,8 +30,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 from crossfed.platform.checkpoint import read_json  # noqa: E402
 from crossfed.platform.config.settings import RunConfig  # noqa: E402
 from crossfed.platform.federation.final import test_once  # noqa: E402
-from crossfed.platform.federation.run import run_federation  # noqa: E402
 from crossfed.platform.federation.runs import stored_config  # noqa: E402
+from crossfed.platform.report.recording import run_recorded  # noqa: E402
 from faults.matrix import DOMAINS, Machines, make_shops, numbers, say  # noqa: E402
 
 STUDIES = ("east", "west")
@@ -116,7 +116,7 @@ def problems(folder: Path, alone: Path) -> Iterator[str]:
         yield f"its runs are {[run.name for run in runs]}"
     for run in runs:
         result, config = read_json(run / "result.json"), stored_config(run)
-        calm = run_federation(_calm(config, alone / folder.name), finish=test_once, name=run.name).result
+        calm = run_recorded(_calm(config, alone / folder.name), finish=test_once, name=run.name).result
         if run.name.startswith("trial"):  # the test split is not read in trials
             for row in calm["domains"].values():
                 row.pop("test"), row.pop("test_users")

@@ -14,8 +14,8 @@ from crossfed.methods.parts.next_item import n_targets, user_vectors
 from crossfed.platform.config.settings import build
 from crossfed.platform.errors import LeakError
 from crossfed.platform.federation.payloads import Gate
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.method import Context, Direction, Interactions, Phase, Scope, generators
+from crossfed.platform.report.recording import run_recorded
 
 NAMES = ("books", "films", "games")
 SMALL = {
@@ -119,7 +119,7 @@ def test_a_run_of_one_domain_is_a_run_of_cl4srec_bit_for_bit(shops, tmp_path, mo
 
         values = {"data": shops, "out": tmp_path / name, "backend": "inprocess"}
         off = ("tracking.enabled=false", "tracking.artifacts=false")
-        return run_federation(build(name, sets=[*sets, *off], values=values), finish=look).result
+        return run_recorded(build(name, sets=[*sets, *off], values=values), finish=look).result
 
     federated = run("fedcl4srec", *sets, "mu=0.0", "local_epochs=1", "rounds=4")
     alone = run("cl4srec", *sets, "epochs=4", "patience=10")

@@ -15,8 +15,8 @@ from crossfed.methods.neumf import METHOD, Config
 from crossfed.methods.parts.sampling import pointwise_epoch
 from crossfed.platform import checkpoint
 from crossfed.platform.config.settings import build
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.method import Context, Interactions, Scope, Stage, generators
+from crossfed.platform.report.recording import run_recorded
 
 N_USERS, N_ITEMS = 12, 9
 SMALL = Config(factors=3, mlp_dim=4, widths=(5, 2), std=0.5, batch_size=16)
@@ -277,7 +277,7 @@ def test_a_pretrained_run_resumes_in_every_stage_as_if_uninterrupted(shops, tmp_
             "tracking.enabled": False, "tracking.artifacts": False,
         },
     )  # fmt: skip
-    straight = run_federation(config)
+    straight = run_recorded(config)
 
     class Stop(Exception):
         pass
@@ -290,8 +290,8 @@ def test_a_pretrained_run_resumes_in_every_stage_as_if_uninterrupted(shops, tmp_
                 raise Stop
 
         with pytest.raises(Stop):
-            run_federation(config, on_round=stop, started=broken.append)
-        resumed = run_federation(config, resume=broken[0])
+            run_recorded(config, on_round=stop, started=broken.append)
+        resumed = run_recorded(config, resume=broken[0])
         assert resumed.result["domains"] == straight.result["domains"]
 
 

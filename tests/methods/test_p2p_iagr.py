@@ -19,8 +19,8 @@ from crossfed.methods import p2p_iagr
 from crossfed.methods.p2p_iagr import METHOD, Config, Domain
 from crossfed.methods.parts.perturbation import clip_l1
 from crossfed.platform.config.settings import build
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.method import Context, Direction, Interactions, generators, noise_generator
+from crossfed.platform.report.recording import run_recorded
 
 N_USERS, N_ITEMS = 12, 9
 SMALL = {"dim": 5, "K": 3, "batch_size": 16, "top_k": 2, "layers": 2}
@@ -731,7 +731,7 @@ def test_bytes_of_a_round_do_not_depend_on_the_data(tmp_path: Path, count: int):
             "data": None, "out": tmp_path, "backend": "inprocess", "tracking.enabled": False, "tracking.artifacts": False,
             "synthetic.users": size, "synthetic.items": size, "synthetic.domains": count,
         }  # fmt: skip
-        done = run_federation(build("p2p_iagr", sets=["K=5", "dim=6", "rounds=2", "top_k=3"], values=values))
+        done = run_recorded(build("p2p_iagr", sets=["K=5", "dim=6", "rounds=2", "top_k=3"], values=values))
         rows = [json.loads(line) for line in (done.run_dir / "history.jsonl").read_text().splitlines()]
         expected = count * (count - 1) * 2 * 5 * 6 * 4
         assert [(row["bytes_up"], row["bytes_down"]) for row in rows] == [(expected, expected)] * 2

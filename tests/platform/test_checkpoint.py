@@ -20,8 +20,8 @@ from crossfed.platform.console import Progress
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.node import InProcess, Plan
 from crossfed.platform.federation.rounds import Round
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import stored_config
+from crossfed.platform.report.recording import run_recorded
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ("server", "books", "films", "games")
@@ -46,7 +46,7 @@ def start(shops: Path, out: Path, after: int | None) -> Path:
 
     config = build("toys:AVERAGE", sets=["rounds=5"], values=values(shops, out))
     try:
-        run_federation(config, on_round=stop, started=started.append)
+        run_recorded(config, on_round=stop, started=started.append)
     except Stop:
         assert after is not None
     return started[0]
@@ -68,7 +68,7 @@ class Heard(Progress):
 def resume(run_dir: Path) -> list[str]:
     """Go on with a run; returns what it said."""
     heard = Heard()
-    run_federation(stored_config(run_dir), resume=run_dir, view=heard)
+    run_recorded(stored_config(run_dir), resume=run_dir, view=heard)
     return heard.told
 
 

@@ -14,7 +14,7 @@ from crossfed.platform import uris
 from crossfed.platform.cluster import connect
 from crossfed.platform.config.settings import TrackingSettings, build
 from crossfed.platform.data import artifacts
-from crossfed.platform.federation.run import run_federation
+from crossfed.platform.report.recording import run_recorded
 from crossfed.platform.tracking import store as mlflow_store
 from crossfed.platform.tracking.tracker import reading, resolve_uri
 
@@ -42,7 +42,7 @@ def test_a_database_in_memory_has_no_file() -> None:
 def test_a_run_in_a_folder_of_an_odd_name_is_recorded_in_it(name: str, shops: Path, tmp_path: Path) -> None:
     out = tmp_path / name
     values = {"data": shops, "out": out, "backend": "inprocess"}
-    done = run_federation(build("toys:AVERAGE", sets=["rounds=1"], values=values))
+    done = run_recorded(build("toys:AVERAGE", sets=["rounds=1"], values=values))
     with sqlite3.connect(out / "mlflow.db") as database:
         assert database.execute("select count(*) from runs").fetchone() == (1,)
     with reading(resolve_uri(TrackingSettings(), out)) as client:

@@ -1,4 +1,4 @@
-"""Run directories made of given numbers, as `run_federation` leaves them: for comparisons and analyses, without training."""
+"""Run directories made of given numbers, as `run_recorded` leaves them: for comparisons and analyses, without training."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from crossfed.platform.checkpoint import read_json
 from crossfed.platform.config.settings import RunConfig, build
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.final import test_once as final_test
-from crossfed.platform.federation.run import run_federation
+from crossfed.platform.report.recording import run_recorded
 from crossfed.tuning.placement import slots
 from crossfed.tuning.search import go_on, start, tune_all
 from crossfed.tuning.study import Search, Study
@@ -100,7 +100,7 @@ def test_a_trial_whose_process_dies_once_is_run_again(shops: Path, tmp_path: Pat
     found = start(search, base(tmp_path, shops, "toys:DIES_ONCE", f"marker={tmp_path / 'died'}"))
     assert (tmp_path / "died").exists()
     assert found.summary["outcomes"] == {"finished": 1}
-    alone = run_federation(base(tmp_path, shops, "toys:AVERAGE"))
+    alone = run_recorded(base(tmp_path, shops, "toys:AVERAGE"))
     again = read_json(found.study.folder / "trial-0000/result.json")
     assert again["domains"] == alone.result["domains"]  # it went on from its last committed round
 
@@ -118,7 +118,7 @@ def test_trials_are_runs_unchanged_and_share_their_processes(shops: Path, tmp_pa
     config = base(tmp_path, shops, "toys:AVERAGE", backend="ray")
     search = Search(name="s", trials=2, seeds=0, pruner="none", changes={"step": [0.5, 0.9]}, sampler="grid")
     found = start(search, config)
-    alone = run_federation(base(tmp_path, shops, "toys:AVERAGE", "step=0.9"))
+    alone = run_recorded(base(tmp_path, shops, "toys:AVERAGE", "step=0.9"))
     trials = [read_json(found.study.folder / f"trial-{number:04d}/result.json") for number in (0, 1)]
     assert [trial["config"]["step"] for trial in trials] == [0.5, 0.9]
     for key in ("domains", "bytes", "candidates"):

@@ -21,7 +21,7 @@ from crossfed.platform.console import Progress, SummaryRow
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.registry import method_file, method_names
 from crossfed.platform.report.tables import Cell, Column, Grid
-from crossfed.platform.serving import save
+from crossfed.platform.serving import model, save
 from made_runs import make_run, users
 
 
@@ -113,14 +113,14 @@ def test_ranks_ids_and_scores_are_whole_at_every_width(
 ) -> None:
     """An id of 20 characters and a long title: only the title may be cut."""
     ids = [f"item-with-a-long-{i:03d}" for i in range(3)]
-    answer = save.Answer("u1", True, tuple(ids), (0, 1, 2), (0.12345, 0.1, -1.234567))
+    answer = model.Answer("u1", True, tuple(ids), (0, 1, 2), (0.12345, 0.1, -1.234567))
 
     class Model:
         items = ids
 
         def __init__(self, *_: Any): ...
 
-        def recommend(self, *_: Any) -> list[save.Answer]:
+        def recommend(self, *_: Any) -> list[model.Answer]:
             return [answer]
 
     class Data:
@@ -141,7 +141,7 @@ def test_ranks_ids_and_scores_are_whole_at_every_width(
 
 
 def test_the_default_of_k_is_the_models() -> None:
-    assert f"[default: {save.K}]" in re.sub(r"\s+", " ", shown("recommend", "--help", width=200, terminal=False))
+    assert f"[default: {model.K}]" in re.sub(r"\s+", " ", shown("recommend", "--help", width=200, terminal=False))
     assert cli_recommend.longest(["a", "日本"]) == 4
 
 

@@ -303,11 +303,11 @@ INVENTED = """
 import json, sys, ray
 ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 from crossfed.platform.config.settings import build
-from crossfed.platform.federation.run import run_federation
+from crossfed.platform.report.recording import run_recorded
 from crossfed.platform.method import CrossfedError
 def go(*sets):
     values = {"data": sys.argv[1], "out": sys.argv[2], "tracking.enabled": False}
-    return run_federation(build("toys:AVERAGE", sets=["rounds=1", *sets], values=values))
+    return run_recorded(build("toys:AVERAGE", sets=["rounds=1", *sets], values=values))
 print(json.dumps(go("resources.gpus_per_domain=0.5", "resources.device=auto", "resources.device=cpu").result["placement"]))
 for sets in (["resources.gpus_per_domain=1"], ["resources.gpus_per_domain=0.5"]):
     try:

@@ -7,8 +7,9 @@ import pytest
 from crossfed.platform.config.settings import build
 from crossfed.platform.data.store import PreparedData, Writer
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.federation.run import chosen_domains, run_federation
+from crossfed.platform.federation.run import chosen_domains
 from crossfed.platform.registry import find_method, method_names
+from crossfed.platform.report.recording import run_recorded
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_the_rest_runs(unordered, tmp_path):
         sets=["epochs=1", "tracking.enabled=false"],
         values={"data": unordered.path, "out": tmp_path, "backend": "inprocess"},
     )
-    assert run_federation(config).result["protocol"] == "ratio-80-10-10"
+    assert run_recorded(config).result["protocol"] == "ratio-80-10-10"
 
 
 def test_the_default_keeps_the_hash():

@@ -15,7 +15,7 @@ from crossfed.platform.console import make_progress
 from crossfed.platform.errors import CrossfedError, LeakError
 from crossfed.platform.federation import actors as ray_nodes
 from crossfed.platform.federation.node import NodeLost
-from crossfed.platform.federation.run import run_federation
+from crossfed.platform.report.recording import run_recorded
 
 
 @dataclass(eq=False)
@@ -228,7 +228,7 @@ def test_a_run_says_what_it_waits_for_before_its_first_round(ray_cluster: None, 
     view, notes = make_progress("quiet"), []
     view.note = notes.append  # type: ignore[method-assign]
     values = {"data": shops, "out": tmp_path, "tracking.enabled": False}
-    run_federation(build("toys:AVERAGE", sets=["rounds=1"], values=values), view=view)
+    run_recorded(build("toys:AVERAGE", sets=["rounds=1"], values=values), view=view)
     told = [line.split("  ")[0] for line in notes]
     assert told[:3] == ["actors", "actors", "begins"], notes
     assert notes[0] == "actors     4 processes start and import torch: server, books, films, games"

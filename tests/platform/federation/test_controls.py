@@ -14,11 +14,12 @@ from crossfed.platform.config.settings import RunConfig, build
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.controls import CONTROLS, Delivery, noise, shuffle
 from crossfed.platform.federation.final import test_once as final_test
-from crossfed.platform.federation.run import RunResult, run_federation
+from crossfed.platform.federation.run import RunResult
 from crossfed.platform.federation.runs import stored_config
 from crossfed.platform.report import figures
 from crossfed.platform.report.effects import grouped
 from crossfed.platform.report.finished import load_runs
+from crossfed.platform.report.recording import run_recorded
 from crossfed.platform.tracking.tracker import Tracker
 from made_runs import make_run
 from toy_controls import twins
@@ -148,7 +149,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_deaf_method_shows_no_difference(data: Path, tmp_path: Path) -> None:
     runs = {
-        control: run_federation(config("toy_controls:DEAF", data, tmp_path, f"control={control}"), finish=final_test)
+        control: run_recorded(config("toy_controls:DEAF", data, tmp_path, f"control={control}"), finish=final_test)
         for control in ("none", *CONTROLS)
     }
     honest = runs.pop("none")
@@ -165,7 +166,7 @@ def test_a_method_that_copies_loses_all_of_its_gain(data: Path, tmp_path: Path) 
     all of the truth among the first 20, a guess a fiftieth of it. The first message says nothing, so that under "stale"
     the toy is bit for bit the one that lives alone."""
     runs = {
-        name: run_federation(config(f"toy_controls:{method}", data, tmp_path, *sets), finish=final_test)
+        name: run_recorded(config(f"toy_controls:{method}", data, tmp_path, *sets), finish=final_test)
         for name, method, sets in [
             ("local", "ALONE", ()),
             ("honest", "COPIES", ()),
@@ -190,7 +191,7 @@ def test_a_method_that_copies_loses_all_of_its_gain(data: Path, tmp_path: Path) 
 @pytest.mark.parametrize("control", CONTROLS)
 def test_resumed_equals_uninterrupted(control: str, data: Path, tmp_path: Path) -> None:
     sets = ("rounds=4", f"control={control}")
-    straight = run_federation(config("toy_controls:COPIES", data, tmp_path / "straight", *sets))
+    straight = run_recorded(config("toy_controls:COPIES", data, tmp_path / "straight", *sets))
 
     class Stop(Exception):
         pass
@@ -201,10 +202,10 @@ def test_resumed_equals_uninterrupted(control: str, data: Path, tmp_path: Path) 
 
     broken: list[Path] = []
     with pytest.raises(Stop):
-        run_federation(
+        run_recorded(
             config("toy_controls:COPIES", data, tmp_path / "broken", *sets), on_round=stop, started=broken.append
         )
-    resumed = run_federation(stored_config(broken[0]), resume=broken[0])
+    resumed = run_recorded(stored_config(broken[0]), resume=broken[0])
     assert numbers(resumed) == numbers(straight) and history(resumed) == history(straight)
 
 
@@ -217,17 +218,17 @@ def test_stale_survives_a_resume_in_the_node_that_received(data: Path, tmp_path:
 
     started: list[Path] = []
     with pytest.raises(KeyboardInterrupt):
-        run_federation(
+        run_recorded(
             config("toy_controls:COPIES", data, tmp_path, "control=stale"), on_round=stop, started=started.append
         )
-    resumed = run_federation(stored_config(started[0]), resume=started[0])
+    resumed = run_recorded(stored_config(started[0]), resume=started[0])
     assert [row["metrics"]["train/left/told"] for row in history(resumed)] == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("control", ["stale", pytest.param("noise", marks=pytest.mark.slow)])
 def test_in_process_equals_ray(control: str, data: Path, tmp_path: Path, ray_cluster: None) -> None:
     runs = [
-        run_federation(config("toy_controls:COPIES", data, tmp_path / backend, f"control={control}", backend=backend))
+        run_recorded(config("toy_controls:COPIES", data, tmp_path / backend, f"control={control}", backend=backend))
         for backend in ("inprocess", "ray")
     ]
     assert numbers(runs[0]) == numbers(runs[1]) and history(runs[0]) == history(runs[1])
@@ -256,7 +257,7 @@ def test_an_unknown_control_and_a_local_method_are_refused(data: Path, tmp_path:
     with pytest.raises(CrossfedError, match="control = 'nose' is not possible: input should be 'none', 'noise'"):
         config("toys:AVERAGE", data, tmp_path, "control=nose")
     with pytest.raises(CrossfedError, match="alone receives nothing, so control=noise has nothing to replace"):
-        run_federation(config("toy_controls:ALONE", data, tmp_path, "control=noise"))
+        run_recorded(config("toy_controls:ALONE", data, tmp_path, "control=noise"))
 
 
 def test_the_tracker_is_told(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +271,7 @@ def test_the_tracker_is_told(data: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Tracker, "start", spy)
     for control in ("none", "stale"):
-        run_federation(config("toy_controls:DEAF", data, tmp_path, "rounds=1", f"control={control}"))
+        run_recorded(config("toy_controls:DEAF", data, tmp_path, "rounds=1", f"control={control}"))
     assert told == [None, "stale"]
 
 

@@ -16,8 +16,8 @@ from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation import mirror
 from crossfed.platform.federation.mirror import Mirror
 from crossfed.platform.federation.rounds import Round
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import fetch_run, stored_config
+from crossfed.platform.report.recording import run_recorded
 
 
 class Stop(Exception):
@@ -38,7 +38,7 @@ def interrupted(configuration: RunConfig, after: int = 4) -> Path:
             raise Stop
 
     with pytest.raises(Stop):
-        run_federation(configuration, on_round=stop, started=started.append)
+        run_recorded(configuration, on_round=stop, started=started.append)
     return started[0]
 
 
@@ -49,14 +49,14 @@ def numbers(run_dir: Path) -> dict[str, Any]:
 
 
 def resume(run_dir: Path) -> dict[str, Any]:
-    run_federation(stored_config(run_dir), resume=run_dir)
+    run_recorded(stored_config(run_dir), resume=run_dir)
     return numbers(run_dir)
 
 
 @pytest.fixture(scope="module")
 def straight(shops: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The numbers of a run that nothing happens to."""
-    return numbers(run_federation(config(shops, tmp_path_factory.mktemp("straight"))).run_dir)
+    return numbers(run_recorded(config(shops, tmp_path_factory.mktemp("straight"))).run_dir)
 
 
 @pytest.fixture
@@ -132,8 +132,8 @@ def test_data_that_moved_are_named_once(shops: Path, tmp_path: Path, store: Path
     copy.rename(tmp_path / "moved")
     there = fetch_run(f"{store.as_uri()}/{here.name}", tmp_path / "there")
     with pytest.raises(CrossfedError, match="does not exist"):
-        run_federation(stored_config(there), resume=there)
-    run_federation(stored_config(there, tmp_path / "moved"), resume=there)
+        run_recorded(stored_config(there), resume=there)
+    run_recorded(stored_config(there, tmp_path / "moved"), resume=there)
     assert stored_config(there).data == tmp_path / "moved"
 
 
@@ -146,9 +146,7 @@ def test_a_process_that_was_left_behind_ends(shops: Path, tmp_path: Path, store:
             Mirror(f"{store.as_uri()}/{started[0].name}", started[0], (), lambda _: None)
 
     with pytest.raises(CrossfedError, match=r"Another process \(.* on .*\) goes on with this run .*; this one ends"):
-        run_federation(
-            config(shops, tmp_path / "here", uri=store.as_uri()), on_round=taken_over, started=started.append
-        )
+        run_recorded(config(shops, tmp_path / "here", uri=store.as_uri()), on_round=taken_over, started=started.append)
     assert sorted(path.name for path in (store / started[0].name / "checkpoints").iterdir())[-1] == "commit-000002"
 
 
@@ -168,7 +166,7 @@ def test_a_store_that_goes_away_does_not_end_the_run(
             monkeypatch.setattr(Mirror, "_commit", gone)
 
     with pytest.raises(CrossfedError, match=r"is finished here, but .* the network is down.* copies it"):
-        run_federation(
+        run_recorded(
             config(shops, tmp_path / "here", uri=store.as_uri()), view=view, on_round=cut, started=started.append
         )
     assert len([text for text in warned if "was not copied" in text]) == 1

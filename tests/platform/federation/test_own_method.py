@@ -14,8 +14,9 @@ import toys
 from crossfed.platform.config.settings import build
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.final import test_once as final_test
-from crossfed.platform.federation.run import run_federation, run_name
+from crossfed.platform.federation.run import run_name
 from crossfed.platform.registry import find_method, method_file, method_name
+from crossfed.platform.report.recording import run_recorded
 
 MODULE = """
 from dataclasses import replace
@@ -46,7 +47,7 @@ def test_a_method_from_outside_is_called_by_its_name(folder: Path, shops: Path) 
         "my_module_of_test:METHOD", sets=["dim=4", "epochs=1"], values={"data": shops, "out": folder / "runs"}
     )
     assert run_name(config).startswith("mine-s0-") and config.method == "my_module_of_test:METHOD"
-    done = run_federation(config.model_copy(update={"backend": "inprocess"}), finish=final_test)
+    done = run_recorded(config.model_copy(update={"backend": "inprocess"}), finish=final_test)
     assert (done.result["method"], done.result["method_from"]) == ("mine", "my_module_of_test:METHOD")
     from crossfed.platform.report.finished import gather
 
@@ -116,7 +117,7 @@ def line_of(text: str) -> int:
 
 def test_an_exception_in_a_step_says_where(shops: Path, tmp_path: Path) -> None:
     with pytest.raises(CrossfedError) as caught:
-        run_federation(fragile(shops, tmp_path))
+        run_recorded(fragile(shops, tmp_path))
     (run_dir,) = (path.parent for path in tmp_path.glob("*/config.yaml"))
     line = line_of('raise RuntimeError("the toy breaks")')
     assert str(caught.value) == (
@@ -130,7 +131,7 @@ def test_an_exception_in_a_step_of_an_actor_says_the_same(ray_cluster: None, sho
     with pytest.raises(
         CrossfedError, match=r"^books, stage walk, each, phase 1, round 2: _fail raised RuntimeError: the toy"
     ):
-        run_federation(fragile(shops, tmp_path, "ray"))
+        run_recorded(fragile(shops, tmp_path, "ray"))
 
 
 def test_the_line_is_the_methods_own_where_a_library_raised(shops: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -146,7 +147,7 @@ def test_the_line_is_the_methods_own_where_a_library_raised(shops: Path, tmp_pat
     with pytest.raises(
         CrossfedError, match=rf"step raised ValueError: .* \({__file__}, line {step.__code__.co_firstlineno + 3}\)"
     ):
-        run_federation(fragile(shops, tmp_path))
+        run_recorded(fragile(shops, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -165,4 +166,4 @@ def test_a_score_that_is_none_is_one_sentence(
 ) -> None:
     monkeypatch.setattr(toys, "FRAGILE", replace(toys.FRAGILE, score=score))
     with pytest.raises(CrossfedError, match=rf"^Domain books, validation: .*{words}"):
-        run_federation(fragile(shops, tmp_path, fault="none"))
+        run_recorded(fragile(shops, tmp_path, fault="none"))

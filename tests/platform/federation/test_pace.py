@@ -12,8 +12,8 @@ from crossfed.platform.config.settings import build
 from crossfed.platform.console import make_progress
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation import pace
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.registry import method_file, method_names
+from crossfed.platform.report.recording import run_recorded
 
 BLOCK = """
 presets: {small: {dim: 2}}
@@ -66,7 +66,7 @@ def test_it_is_said_before_the_first_round(slow: Path, shops: Path) -> None:
     view.note = lambda line: notes.append(f"{len(rounds)} {line}")  # type: ignore[method-assign]
     values = {"data": shops, "out": slow / "runs", "backend": "inprocess", "tracking.enabled": False}
     config = build("slow_of_test:METHOD", values=values)
-    run_federation(config, view=view, on_round=lambda row: rounds.append(row.round))
+    run_recorded(config, view=view, on_round=lambda row: rounds.append(row.round))
     assert any(line.startswith("0 time       about 16:00 on 1 cores") for line in notes), notes
 
 

@@ -35,9 +35,9 @@ from crossfed.platform.federation.privacy import (
     whole_epsilon,
 )
 from crossfed.platform.federation.rounds import Round, check_method
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import privacy_account, stored_config
 from crossfed.platform.method import Direction, Release, noise_generator
+from crossfed.platform.report.recording import run_recorded
 
 SHOPS = ("books", "films", "games")
 LAPLACE = Release("talk", ("x",), "laplace", "one interaction", 2.0, 1.0, 2.0, count=32)  # ε = 2 each, ε₀ = 2
@@ -64,7 +64,7 @@ def interrupted(settings: RunConfig, after: int) -> Path:
 
     started: list[Path] = []
     with pytest.raises(Stop):
-        run_federation(settings, on_round=stop, started=started.append)
+        run_recorded(settings, on_round=stop, started=started.append)
     return started[0]
 
 
@@ -107,7 +107,7 @@ def on_ray(shops: Path, tmp_path_factory: pytest.TempPathFactory, ray_cluster: N
         patch.setattr(ray, "get", spy)
         patch.setenv("CROSSFED_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
         sets = ("rounds=3", "privacy.noise_seed=0")
-        done = run_federation(config("WHISPER", shops, tmp_path_factory.mktemp("ray"), *sets, backend="ray"))
+        done = run_recorded(config("WHISPER", shops, tmp_path_factory.mktemp("ray"), *sets, backend="ray"))
     seen.run_dir, seen.result = done.run_dir, done.result
     return seen
 
@@ -272,7 +272,7 @@ def test_one_message_to_several_peers_is_one_release_and_different_ones_are_seve
 def test_a_runs_totals_are_those_of_its_rounds(shops: Path, tmp_path: Path) -> None:
     # ε = 1/0.5 = 2 per release, two per message, one message a round to both peers, five rounds: 10 and 20
     rows: list[Round] = []
-    done = run_federation(config("WHISPER", shops, tmp_path, "rounds=5"), on_round=rows.append)
+    done = run_recorded(config("WHISPER", shops, tmp_path, "rounds=5"), on_round=rows.append)
     block = done.result["privacy"]
     assert set(block["domains"]) == set(SHOPS)
     for name in SHOPS:
@@ -300,7 +300,7 @@ def test_the_tracker_holds_the_totals_of_every_round(shops: Path, tmp_path: Path
     from mlflow import MlflowClient
 
     values = {"data": shops, "out": tmp_path, "backend": "inprocess"}
-    done = run_federation(build("toys:WHISPER", sets=["rounds=3"], values=values))
+    done = run_recorded(build("toys:WHISPER", sets=["rounds=3"], values=values))
     client, run = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db"), (done.run_dir / "mlflow_run_id").read_text().strip()
     for name, each in (("paper", 2.0), ("whole", 4.0)):
         found = client.get_metric_history(run, f"privacy/epsilon_{name}")
@@ -316,7 +316,7 @@ def _release(rounds: int) -> Release:
 
 
 def test_every_peer_its_own_noise_counts_by_peer(shops: Path, tmp_path: Path) -> None:
-    done = run_federation(config("WHISPER", shops, tmp_path, "rounds=3", "apart=true"))
+    done = run_recorded(config("WHISPER", shops, tmp_path, "rounds=3", "apart=true"))
     assert {row["epsilon_whole"] for row in done.result["privacy"]["domains"].values()} == {3 * 2 * 4}
 
 
@@ -333,19 +333,19 @@ def test_the_record_is_written_before_anything_is_delivered(
         return run_phase(self, stage, part, phase, round, inboxes)
 
     monkeypatch.setattr(InProcess, "run_phase", spy)
-    run_federation(config("WHISPER", shops, tmp_path, "rounds=3"))
+    run_recorded(config("WHISPER", shops, tmp_path, "rounds=3"))
     assert seen == [(0, 0), (6, 3), (6, 6), (0, 9)]  # three senders a round, two peers each
 
 
 def test_a_method_without_releases_says_so(shops: Path, tmp_path: Path) -> None:
-    done = run_federation(config("GOSSIP", shops, tmp_path, "rounds=2"))
+    done = run_recorded(config("GOSSIP", shops, tmp_path, "rounds=2"))
     block = done.result["privacy"]
     assert block["note"] == UNPERTURBED and block["domains"] == {} and block["sent_as_it_is"] == ["talk: x (peer)"]
     assert summary(block) == [UNPERTURBED]
     assert not (done.run_dir / RECORD).exists()
     shown = CliRunner().invoke(app, ["privacy", str(done.run_dir)])
     assert shown.exit_code == 0 and UNPERTURBED in shown.output
-    local = run_federation(config("CLOSES", shops, tmp_path))
+    local = run_recorded(config("CLOSES", shops, tmp_path))
     assert local.result["privacy"]["note"] == "nothing crosses"
 
 
@@ -357,7 +357,7 @@ def test_a_round_repeated_after_a_resume_counts_twice(shops: Path, tmp_path: Pat
     broken = interrupted(config("WHISPER", shops, tmp_path, "rounds=6", "checkpoint_every=2"), after=3)
     assert [line["round"] for line in record(broken) if line["sender"] == "books"] == [1, 2, 3]
     assert privacy_account(broken)["domains"]["books"]["epsilon_whole"] == 12
-    done = run_federation(stored_config(broken), resume=broken)
+    done = run_recorded(stored_config(broken), resume=broken)
     assert [line["round"] for line in record(broken) if line["sender"] == "books"] == [1, 2, 3, 3, 4, 5, 6]
     for row in done.result["privacy"]["domains"].values():
         assert (row["epsilon_paper"], row["epsilon_whole"]) == (14, 28)
@@ -369,7 +369,7 @@ def test_a_round_repeated_after_a_resume_counts_twice(shops: Path, tmp_path: Pat
 def test_a_round_repeated_after_a_lost_node_counts_twice(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
     # nothing is committed before round 4; books dies in round 3 before anything of that round is delivered: 1 2 | 1 2 3 4
     settings = ("rounds=4", "checkpoint_every=4", f"marker={tmp_path / 'died'}")
-    done = run_federation(config("WHISPER_DIES", shops, tmp_path / "runs", *settings, backend="ray"))
+    done = run_recorded(config("WHISPER_DIES", shops, tmp_path / "runs", *settings, backend="ray"))
     assert done.result["restarts"] == 1
     assert [line["round"] for line in record(done.run_dir) if line["sender"] == "games"] == [1, 2, 1, 2, 3, 4]
     assert done.result["privacy"]["domains"]["games"]["epsilon_whole"] == 6 * 4
@@ -381,7 +381,7 @@ def test_a_record_line_cut_off_in_writing_is_dropped(shops: Path, tmp_path: Path
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:40])
     assert len(read_lines(path)) == 6 and privacy_account(broken)["domains"]["books"]["epsilon_whole"] == 8
-    run_federation(stored_config(broken), resume=broken)
+    run_recorded(stored_config(broken), resume=broken)
     assert path.read_bytes().startswith(whole) and len(read_lines(path)) == 3 * (2 + 4)
     mend(path)
     assert len(read_lines(path)) == 3 * (2 + 4)
@@ -397,7 +397,7 @@ def test_a_run_stops_before_the_round_that_would_exceed_its_budget(
     # a round costs 2 as the paper counts, 4 whole, and 4 less 4·10⁻⁶ at δ
     rows: list[Round] = []
     sets = (f"privacy.budget={budget}", f"privacy.counting={counting}", "rounds=8", "evaluation.every=5")
-    done = run_federation(config("WHISPER", shops, tmp_path, *sets), on_round=rows.append)
+    done = run_recorded(config("WHISPER", shops, tmp_path, *sets), on_round=rows.append)
     assert [row.stage for row in rows] == ["talk"] * rounds + ["still"]
     assert any(key.startswith("val/") for key in rows[rounds - 1].metrics)  # the last round is measured
     block = done.result["privacy"]
@@ -410,7 +410,7 @@ def test_a_run_stops_before_the_round_that_would_exceed_its_budget(
 def test_a_budget_that_just_fits_all_rounds_stops_nothing(shops: Path, tmp_path: Path) -> None:
     # 3 · 0.1 as the paper counts is 0.3 but for rounding
     sets = ("rounds=3", "noise=10", "privacy.budget=0.3", "privacy.counting=paper")
-    done = run_federation(config("WHISPER", shops, tmp_path, *sets))
+    done = run_recorded(config("WHISPER", shops, tmp_path, *sets))
     assert done.result["privacy"]["stopped_by_budget"] == {}
     assert done.result["privacy"]["domains"]["books"]["releases"][0]["messages"] == 3
 
@@ -418,7 +418,7 @@ def test_a_budget_that_just_fits_all_rounds_stops_nothing(shops: Path, tmp_path:
 def test_a_run_refuses_to_start_what_its_budget_does_not_let_begin(shops: Path, tmp_path: Path) -> None:
     started: list[Path] = []
     with pytest.raises(CrossfedError, match=r"privacy\.budget=3 does not let the first round of stage 'talk' start"):
-        run_federation(config("WHISPER", shops, tmp_path, "privacy.budget=3"), started=started.append)
+        run_recorded(config("WHISPER", shops, tmp_path, "privacy.budget=3"), started=started.append)
     assert not (started[0] / RECORD).exists() and not (started[0] / "placement.json").exists()
 
 
@@ -427,7 +427,7 @@ def test_the_preflight_says_how_many_rounds_fit(
 ) -> None:
     from crossfed.platform.console import make_progress
 
-    run_federation(config("WHISPER", shops, tmp_path, "rounds=8", "privacy.budget=13"), view=make_progress("plain"))
+    run_recorded(config("WHISPER", shops, tmp_path, "rounds=8", "privacy.budget=13"), view=make_progress("plain"))
     text = capsys.readouterr().out
     assert text.index("3 of 8 rounds fit the budget of 13 (whole)") < text.index("stage talk")
     assert "ε = 2 as the paper counts and 4 whole after round 1" in text and "12 whole after round 3" in text
@@ -438,7 +438,7 @@ def test_what_left_twice_is_taken_off_the_budget(shops: Path, tmp_path: Path) ->
     # five rounds fit; round 3 is sent twice, so that round 5 no longer does
     sets = ("rounds=8", "checkpoint_every=2", "privacy.budget=20")
     broken = interrupted(config("WHISPER", shops, tmp_path, *sets), after=3)
-    done = run_federation(stored_config(broken), resume=broken)
+    done = run_recorded(stored_config(broken), resume=broken)
     assert done.result["privacy"]["stopped_by_budget"] == {"talk": 4}
     assert done.result["privacy"]["domains"]["books"]["epsilon_whole"] == 20
 
@@ -450,7 +450,7 @@ def test_a_run_interrupted_before_its_first_commit_does_not_start_on_a_spent_bud
         config("WHISPER", shops, tmp_path, "rounds=8", "checkpoint_every=8", "privacy.budget=8"), after=2
     )
     with pytest.raises(CrossfedError, match=r"ε = 12 \(whole counting, 8 of it for what left before\)"):
-        run_federation(stored_config(broken), resume=broken)
+        run_recorded(stored_config(broken), resume=broken)
 
 
 def test_nor_after_a_node_was_lost_before_the_first_commit(
@@ -467,17 +467,17 @@ def test_nor_after_a_node_was_lost_before_the_first_commit(
 
     monkeypatch.setattr(InProcess, "each", lose)
     with pytest.raises(CrossfedError, match=r"first round of stage 'talk' start: it would bring books to ε = 8"):
-        run_federation(config("WHISPER", shops, tmp_path, "privacy.budget=7"))
+        run_recorded(config("WHISPER", shops, tmp_path, "privacy.budget=7"))
 
 
 def test_more_messages_than_foreseen_are_not_delivered_past_the_budget(shops: Path, tmp_path: Path) -> None:
     # one message a round was foreseen, each peer got its own: 8 instead of 4
     started: list[Path] = []
     with pytest.raises(CrossfedError, match="they were not delivered"):
-        run_federation(config("WHISPER", shops, tmp_path, "apart=true", "privacy.budget=7"), started=started.append)
+        run_recorded(config("WHISPER", shops, tmp_path, "apart=true", "privacy.budget=7"), started=started.append)
     assert not (started[0] / RECORD).exists()
     # once seen, they are planned for: two rounds of 8 fit into 17, and the third is not begun
-    done = run_federation(config("WHISPER", shops, tmp_path, "apart=true", "privacy.budget=21", "rounds=8"))
+    done = run_recorded(config("WHISPER", shops, tmp_path, "apart=true", "privacy.budget=21", "rounds=8"))
     assert done.result["privacy"]["stopped_by_budget"] == {"talk": 2}
 
 
@@ -514,11 +514,11 @@ def _history(run_dir: Path) -> list[dict[str, float]]:
 
 
 def test_noise_repeats_with_its_seed_alone(shops: Path, tmp_path: Path, on_ray: OnRay) -> None:
-    seeded = run_federation(config("WHISPER", shops, tmp_path, "rounds=3", "privacy.noise_seed=0"))
+    seeded = run_recorded(config("WHISPER", shops, tmp_path, "rounds=3", "privacy.noise_seed=0"))
     assert _history(seeded.run_dir) == _history(on_ray.run_dir)
     assert "can be removed" in seeded.result["privacy"]["note"]
     # the seed of the run does not fix the noise: what is computed before any noise arrives is the same, the rest is not
-    fresh = [_history(run_federation(config("WHISPER", shops, tmp_path, "rounds=3")).run_dir) for _ in range(2)]
+    fresh = [_history(run_recorded(config("WHISPER", shops, tmp_path, "rounds=3")).run_dir) for _ in range(2)]
     assert fresh[0][0]["train/books/x"] == fresh[1][0]["train/books/x"]
     assert fresh[0][1]["train/books/x"] != fresh[1][1]["train/books/x"]
 
@@ -558,7 +558,7 @@ def test_the_command_shows_finished_and_unfinished_runs(shops: Path, tmp_path: P
     cells = [cell.strip() for cell in line.strip("│").split("│")]
     assert cells == ["books", "talk", "x", "laplace 0.5", "L1 1", "2", "2", "2 × 2", "4", "8"]
     assert "for one interaction of a domain" in half.output
-    run_federation(stored_config(broken), resume=broken)
+    run_recorded(stored_config(broken), resume=broken)
     full = CliRunner().invoke(app, ["privacy", str(broken)], env={"COLUMNS": "160"})
     # round 2 was not committed and ran again
     assert "ε = 14 as the paper counts, 28 whole" in full.output and "count twice" in full.output

@@ -22,10 +22,10 @@ from crossfed.platform.evaluation.protocols import PROTOCOLS, Protocol
 from crossfed.platform.federation import run as run_module
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.reevaluate import evaluate, evaluation_config
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import find_run, load_scorer, stored_config
 from crossfed.platform.method import ranking_keys
 from crossfed.platform.report.finished import check_comparable, load_runs
+from crossfed.platform.report.recording import run_recorded
 
 FEW = Protocol("leave-one-out-9", "leave-one-out", 9, "As leave-one-out, but among 9 sampled items.")
 DOMAINS = ("books", "films", "games")
@@ -43,7 +43,7 @@ def trained(method: str, shops: Path, out: Path, *sets: str, seed: int = 0, fini
         sets=["evaluation.protocol=leave-one-out", "tracking.enabled=false", "tracking.artifacts=false", *sets],
         values={"data": shops, "out": out, "backend": "inprocess", "seed": seed},
     )
-    return run_federation(config, finish=finish).run_dir
+    return run_recorded(config, finish=finish).run_dir
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_a_key_of_ranking_changes_alone(shops: Path, tmp_path: Path) -> None:
     write_json(whole / "trained.json", told)
     (whole / "result.json").unlink()
     with pytest.raises(CrossfedError, match="other semantic IDs than those"):
-        run_federation(stored_config(whole), resume=whole, finish=final_test)
+        run_recorded(stored_config(whole), resume=whole, finish=final_test)
     assert ranking_keys(stored_config(run_dir).resolved.Config) == ("beam",)
 
 
@@ -171,7 +171,7 @@ def test_its_configuration_says_what_selected(local: list[Path], tmp_path: Path)
     assert config.hash() != plain.hash() and config.hash() == read_json(run_dir / "data.json")["config_hash"]
     assert config.hash() == evaluation_config(local[1], FEW.id).hash() and old.hash() != plain.hash()
     with pytest.raises(CrossfedError, match="trains nothing: use crossfed evaluate"):
-        run_federation(build(str(run_dir / "config.yaml"), values={"out": tmp_path}))
+        run_recorded(build(str(run_dir / "config.yaml"), values={"out": tmp_path}))
     with pytest.raises(CrossfedError, match="unknown key 'evaluated'"):
         build("lightgcn", sets=["evaluated={run: x, protocol: leave-one-out}"])
 
@@ -221,13 +221,13 @@ def test_an_interrupt_is_resumed_or_repeated(
     with pytest.raises(KeyboardInterrupt):
         evaluate(local[0], interrupted, protocol=FEW.id, out=tmp_path, started=left.append)
     assert result(again(local[0], tmp_path, protocol=FEW.id))["domains"] == wanted["domains"]
-    run_federation(stored_config(left[0]), resume=left[0], finish=final_test)
+    run_recorded(stored_config(left[0]), resume=left[0], finish=final_test)
     assert result(left[0])["domains"] == wanted["domains"]
     aside = {"seconds": 0, "placement": 0, "memory": 0}
     assert {**result(left[0])["evaluated"], **aside} == {**wanted["evaluated"], **aside}
     shutil.rmtree(left[0] / "checkpoints")
     with pytest.raises(CrossfedError, match=f"measures the model of {local[0].name} again, but does not hold it"):
-        run_federation(stored_config(left[0]), resume=left[0], finish=final_test)
+        run_recorded(stored_config(left[0]), resume=left[0], finish=final_test)
 
 
 def test_what_was_brought_in_part_is_no_run(local: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +292,7 @@ def test_runs_that_cannot_be_measured_again(local: list[Path], shops: Path, tmp_
         (commit / "books.safetensors").write_bytes(b"damaged")
     with pytest.raises(CrossfedError, match=r"does not hold its selected state any more \(.*books.*--resume"):
         again(here, out)
-    run_federation(stored_config(here), resume=here, finish=final_test)
+    run_recorded(stored_config(here), resume=here, finish=final_test)
     assert result(again(here, out))["domains"] == result(local[0])["domains"]
 
     shutil.rmtree(out)

@@ -18,8 +18,8 @@ from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError, LeakError
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.rounds import Round
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import load_scorer, stored_config
+from crossfed.platform.report.recording import run_recorded
 
 
 def config(method: str, shops: Path, out: Path, *sets: str, backend: str = "inprocess", seed: int = 0) -> RunConfig:
@@ -58,7 +58,7 @@ def train_means(shops: Path) -> dict[str, float]:
 
 def test_averaging_reaches_the_mean(shops: Path, tmp_path: Path) -> None:
     # x ← x + ½(mean - x) keeps the mean and halves the distance: after 4 rounds 1/16 of it is left
-    done = run_federation(config("AVERAGE", shops, tmp_path, "rounds=4"))
+    done = run_recorded(config("AVERAGE", shops, tmp_path, "rounds=4"))
     start = train_means(shops)
     mean = np.mean(list(start.values()))
     last = history(done.run_dir)[-1]["metrics"]
@@ -68,7 +68,7 @@ def test_averaging_reaches_the_mean(shops: Path, tmp_path: Path) -> None:
 
 def test_gossip_reads_in_a_round_what_was_sent_in_the_round_before(shops: Path, tmp_path: Path) -> None:
     # round 1 finds an empty inbox; in round 2 all three average the same three vectors and agree
-    done = run_federation(config("GOSSIP", shops, tmp_path, "rounds=2"))
+    done = run_recorded(config("GOSSIP", shops, tmp_path, "rounds=2"))
     start, rows = train_means(shops), history(done.run_dir)
     for name, value in start.items():
         assert rows[0]["metrics"][f"train/{name}/x"] == pytest.approx(value, rel=1e-6)
@@ -76,7 +76,7 @@ def test_gossip_reads_in_a_round_what_was_sent_in_the_round_before(shops: Path, 
 
 
 def test_bytes_are_counted_by_domain_and_key(shops: Path, tmp_path: Path) -> None:
-    done = run_federation(config("AVERAGE", shops, tmp_path, "rounds=4", "dim=5"))
+    done = run_recorded(config("AVERAGE", shops, tmp_path, "rounds=4", "dim=5"))
     expected = dict.fromkeys(("books", "films", "games"), 4 * 5 * 4)  # rounds × dim × float32
     assert done.result["bytes"] == {"up": expected, "down": expected}
     ledger = pd.read_parquet(done.run_dir / "ledger.parquet")
@@ -85,7 +85,7 @@ def test_bytes_are_counted_by_domain_and_key(shops: Path, tmp_path: Path) -> Non
 
 
 def test_peer_bytes_count_at_both_ends(shops: Path, tmp_path: Path) -> None:
-    done = run_federation(config("GOSSIP", shops, tmp_path, "rounds=2"))
+    done = run_recorded(config("GOSSIP", shops, tmp_path, "rounds=2"))
     expected = dict.fromkeys(("books", "films", "games"), 2 * 2 * 12)  # rounds × peers × 3 float32
     assert done.result["bytes"] == {"up": expected, "down": expected}
 
@@ -93,7 +93,7 @@ def test_peer_bytes_count_at_both_ends(shops: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", [pytest.param("AVERAGE", marks=pytest.mark.slow), "TWO_STAGES", "GOSSIP"])
 def test_in_process_equals_ray(method: str, shops: Path, tmp_path: Path, ray_cluster: None) -> None:
     runs = [
-        run_federation(config(method, shops, tmp_path / backend, backend=backend), finish=final_test)
+        run_recorded(config(method, shops, tmp_path / backend, backend=backend), finish=final_test)
         for backend in ("inprocess", "ray")
     ]
     assert comparable(runs[0].result) == comparable(runs[1].result)
@@ -108,7 +108,7 @@ class Stop(Exception):
 @pytest.mark.parametrize("after", [1, 4, 5])
 def test_resumed_equals_uninterrupted(method: str, after: int, shops: Path, tmp_path: Path) -> None:
     sets = ("rounds=4", "checkpoint_every=2", "patience=3" if method != "GOSSIP" else "step=0.5")
-    straight = run_federation(config(method, shops, tmp_path / "straight", *sets), finish=final_test)
+    straight = run_recorded(config(method, shops, tmp_path / "straight", *sets), finish=final_test)
     if straight.result["domains"]["books"]["selected"]["rounds"] + 4 * (method == "TWO_STAGES") < after:
         pytest.skip("the run ends before that round")
 
@@ -118,8 +118,8 @@ def test_resumed_equals_uninterrupted(method: str, after: int, shops: Path, tmp_
 
     broken: list[Path] = []
     with pytest.raises(Stop):
-        run_federation(config(method, shops, tmp_path / "broken", *sets), on_round=stop, started=broken.append)
-    resumed = run_federation(stored_config(broken[0]), resume=broken[0], finish=final_test)
+        run_recorded(config(method, shops, tmp_path / "broken", *sets), on_round=stop, started=broken.append)
+    resumed = run_recorded(stored_config(broken[0]), resume=broken[0], finish=final_test)
     assert comparable(resumed.result) == comparable(straight.result)
     assert history(resumed.run_dir) == history(straight.run_dir)
     pd.testing.assert_frame_equal(
@@ -130,16 +130,14 @@ def test_resumed_equals_uninterrupted(method: str, after: int, shops: Path, tmp_
 def test_a_killed_actor_brings_the_run_back_to_the_last_round(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
     never, died = tmp_path / "never", tmp_path / "died"
     never.touch()
-    calm = run_federation(config("DIES_ONCE", shops, tmp_path / "calm", f"marker={never}"), finish=final_test)
-    hit = run_federation(
-        config("DIES_ONCE", shops, tmp_path / "hit", f"marker={died}", backend="ray"), finish=final_test
-    )
+    calm = run_recorded(config("DIES_ONCE", shops, tmp_path / "calm", f"marker={never}"), finish=final_test)
+    hit = run_recorded(config("DIES_ONCE", shops, tmp_path / "hit", f"marker={died}", backend="ray"), finish=final_test)
     assert died.exists() and hit.result["restarts"] == 1
     assert {**comparable(hit.result), "config_hash": ""} == {**comparable(calm.result), "config_hash": ""}
 
 
 def test_seed_changes_and_repeats_numbers(shops: Path, tmp_path: Path) -> None:
-    one, again, other = (run_federation(config("AVERAGE", shops, tmp_path, seed=seed)) for seed in (1, 1, 2))
+    one, again, other = (run_recorded(config("AVERAGE", shops, tmp_path, seed=seed)) for seed in (1, 1, 2))
     assert history(one.run_dir) == history(again.run_dir)
     assert (
         history(one.run_dir)[0]["metrics"]["train/books/noise"]
@@ -148,7 +146,7 @@ def test_seed_changes_and_repeats_numbers(shops: Path, tmp_path: Path) -> None:
 
 
 def test_a_local_stage_keeps_each_domain_at_its_own_best(shops: Path, tmp_path: Path) -> None:
-    done = run_federation(config("TWO_STAGES", shops, tmp_path, "patience=2"))
+    done = run_recorded(config("TWO_STAGES", shops, tmp_path, "patience=2"))
     rows = [row for row in history(done.run_dir) if row["stage"] == "drift"]
     for name, domain in done.result["domains"].items():
         curve = [
@@ -161,7 +159,7 @@ def test_a_local_stage_keeps_each_domain_at_its_own_best(shops: Path, tmp_path: 
 
 
 def test_close_runs_everywhere_on_the_best_state(shops: Path, tmp_path: Path) -> None:
-    done = run_federation(config("CLOSES", shops, tmp_path))
+    done = run_recorded(config("CLOSES", shops, tmp_path))
     rows = history(done.run_dir)
     assert len({row["stage"] for row in rows}) == 2
     for name in done.result["domains"]:
@@ -174,7 +172,7 @@ def test_close_runs_everywhere_on_the_best_state(shops: Path, tmp_path: Path) ->
 
 
 def test_a_stage_with_edges_keeps_the_best_mean(shops: Path, tmp_path: Path) -> None:
-    done = run_federation(config("AVERAGE", shops, tmp_path, "rounds=6"))
+    done = run_recorded(config("AVERAGE", shops, tmp_path, "rounds=6"))
     rows = history(done.run_dir)
     means = [row["metrics"]["val/mean/recall_at_20"] for row in rows]
     best = int(np.argmax(means))
@@ -184,7 +182,7 @@ def test_a_stage_with_edges_keeps_the_best_mean(shops: Path, tmp_path: Path) -> 
 
 
 def test_a_saved_model_scores_like_the_live_one(shops: Path, tmp_path: Path) -> None:
-    done = run_federation(config("AVERAGE", shops, tmp_path))
+    done = run_recorded(config("AVERAGE", shops, tmp_path))
     x = history(done.run_dir)[done.result["domains"]["films"]["selected"]["round"] - 1]["metrics"]["train/films/x"]
     scores = load_scorer(done.run_dir, "films")(np.array([3, 7]))
     expected = np.sin(np.arange(25)[None, :] * (1 + x) + np.array([3, 7])[:, None])
@@ -214,27 +212,27 @@ def test_a_saved_model_scores_like_the_live_one(shops: Path, tmp_path: Path) -> 
 )
 def test_a_planted_leak_is_refused(method: str, words: str, shops: Path, tmp_path: Path) -> None:
     with pytest.raises(LeakError, match=words):
-        run_federation(config(method, shops, tmp_path))
+        run_recorded(config(method, shops, tmp_path))
     ledgers = list(tmp_path.glob("*/ledger.jsonl"))
     assert not any(path.read_text() for path in ledgers)  # nothing was delivered
 
 
 def test_a_planted_leak_is_refused_on_ray(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
     with pytest.raises(LeakError, match="books → server: payload key 'user_ids' is not declared"):
-        run_federation(config("LEAK_USERS", shops, tmp_path, backend="ray"))
+        run_recorded(config("LEAK_USERS", shops, tmp_path, backend="ray"))
 
 
 @pytest.mark.parametrize("backend", ["inprocess", "ray"])
 def test_received_arrays_are_read_only(backend: str, shops: Path, tmp_path: Path, ray_cluster: None) -> None:
     with pytest.raises(CrossfedError, match=r"_write_inbox raised ValueError: .*read-only.* line"):
-        run_federation(config("WRITES_INBOX", shops, tmp_path, backend=backend))
+        run_recorded(config("WRITES_INBOX", shops, tmp_path, backend=backend))
 
 
 def test_a_full_disk_leaves_the_last_round(shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk fills up in round 3: one sentence; and the run continues from round 2 to the same end."""
     from crossfed.platform import checkpoint
 
-    straight = run_federation(config("AVERAGE", shops, tmp_path / "straight"))
+    straight = run_recorded(config("AVERAGE", shops, tmp_path / "straight"))
     original, count = checkpoint.save_file, 0
 
     def full(tensors: Any, path: Any) -> None:
@@ -247,9 +245,9 @@ def test_a_full_disk_leaves_the_last_round(shops: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(checkpoint, "save_file", full)
     broken: list[Path] = []
     with pytest.raises(CrossfedError, match=r"cannot be written .*No space left"):
-        run_federation(config("AVERAGE", shops, tmp_path / "broken"), started=broken.append)
+        run_recorded(config("AVERAGE", shops, tmp_path / "broken"), started=broken.append)
     monkeypatch.setattr(checkpoint, "save_file", original)
-    resumed = run_federation(stored_config(broken[0]), resume=broken[0])
+    resumed = run_recorded(stored_config(broken[0]), resume=broken[0])
     assert comparable(resumed.result) == comparable(straight.result)
 
 
@@ -264,26 +262,26 @@ def test_what_cannot_be_written_is_named(name: str, shops: Path, tmp_path: Path)
         (blocked[0] / "in the way").touch()
 
     with pytest.raises(CrossfedError, match=r"cannot be written .*the last committed round stays"):
-        run_federation(config("AVERAGE", shops, tmp_path), started=block)
+        run_recorded(config("AVERAGE", shops, tmp_path), started=block)
     shutil.rmtree(blocked[0])
     run_dir = tmp_path / blocked[0].relative_to(tmp_path).parts[0]
-    run_federation(stored_config(run_dir), resume=run_dir)
+    run_recorded(stored_config(run_dir), resume=run_dir)
     assert blocked[0].is_file()
 
 
 def test_a_resumed_run_refuses_other_data(shops: Path, tmp_path: Path) -> None:
     copy = tmp_path / "shops"
     shutil.copytree(shops, copy)
-    done = run_federation(config("AVERAGE", copy, tmp_path / "runs"))
+    done = run_recorded(config("AVERAGE", copy, tmp_path / "runs"))
     told = json.loads((done.run_dir / "data.json").read_text())
     (done.run_dir / "data.json").write_text(json.dumps(told | {"fingerprint": "0" * 64}))
     with pytest.raises(CrossfedError, match="was started on data 000000000000"):
-        run_federation(stored_config(done.run_dir), resume=done.run_dir)
+        run_recorded(stored_config(done.run_dir), resume=done.run_dir)
 
 
 @pytest.mark.parametrize(("edit", "key"), [("seed: 7", "seed"), ("step: 0.25", "config_hash")])
 def test_a_resumed_run_refuses_an_edited_configuration(edit: str, key: str, shops: Path, tmp_path: Path) -> None:
-    done = run_federation(config("AVERAGE", shops, tmp_path))
+    done = run_recorded(config("AVERAGE", shops, tmp_path))
     file = done.run_dir / "config.yaml"
     before = file.read_text()
     file.write_text(
@@ -293,20 +291,20 @@ def test_a_resumed_run_refuses_an_edited_configuration(edit: str, key: str, shop
     with pytest.raises(
         CrossfedError, match=f"was started with {key} .* but its config.yaml now gives .*; undo the edit"
     ):
-        run_federation(stored_config(done.run_dir), resume=done.run_dir)
+        run_recorded(stored_config(done.run_dir), resume=done.run_dir)
 
 
 @pytest.mark.parametrize("name", ["data.json"])
 def test_a_resumed_run_names_a_damaged_file(name: str, shops: Path, tmp_path: Path) -> None:
-    done = run_federation(config("AVERAGE", shops, tmp_path))
+    done = run_recorded(config("AVERAGE", shops, tmp_path))
     (done.run_dir / name).write_text("{")
     with pytest.raises(CrossfedError, match=f"{name} is missing or damaged"):
-        run_federation(stored_config(done.run_dir), resume=done.run_dir)
+        run_recorded(stored_config(done.run_dir), resume=done.run_dir)
 
 
 def test_a_domain_is_named_when_its_candidates_are_too_few(shops: Path, tmp_path: Path) -> None:
     with pytest.raises(CrossfedError, match=r"Domain books, validation: user row .* asks for 99 sampled candidates"):
-        run_federation(config("AVERAGE", shops, tmp_path, "evaluation.protocol=leave-one-out-99"))
+        run_recorded(config("AVERAGE", shops, tmp_path, "evaluation.protocol=leave-one-out-99"))
 
 
 @pytest.mark.parametrize("name", ["books.best", "progress"])
@@ -317,14 +315,14 @@ def test_domains_whose_files_would_collide_are_refused(name: str, tmp_path: Path
         for domain in ("books", name):
             writer.add_domain(domain, [0], [0], [0], ["u"], ["i"], [""])
     with pytest.raises(CrossfedError, match=rf"A domain of this run cannot be called '{name}'"):
-        run_federation(config("AVERAGE", tmp_path / "data", tmp_path / "runs"))
+        run_recorded(config("AVERAGE", tmp_path / "data", tmp_path / "runs"))
     with pytest.raises(CrossfedError, match="needs at least two domains"):
-        run_federation(config("AVERAGE", tmp_path / "data", tmp_path / "runs", "domains=[books]"))
+        run_recorded(config("AVERAGE", tmp_path / "data", tmp_path / "runs", "domains=[books]"))
 
 
 def test_a_method_without_a_stage_is_refused(shops: Path, tmp_path: Path) -> None:
     with pytest.raises(CrossfedError, match="no_stage has no stage: it would train nothing"):
-        run_federation(config("NO_STAGE", shops, tmp_path))
+        run_recorded(config("NO_STAGE", shops, tmp_path))
 
 
 def test_data_edited_after_they_were_prepared_are_refused(shops: Path, tmp_path: Path) -> None:
@@ -332,7 +330,7 @@ def test_data_edited_after_they_were_prepared_are_refused(shops: Path, tmp_path:
     file = copy / "books" / "items.parquet"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     with pytest.raises(CrossfedError, match=r"books/items\.parquet differs from what was prepared"):
-        run_federation(config("AVERAGE", copy, tmp_path / "runs"))
+        run_recorded(config("AVERAGE", copy, tmp_path / "runs"))
     assert not (tmp_path / "runs").exists()
 
 
@@ -358,22 +356,22 @@ def test_resources_are_refused_before_text_is_encoded(
     sets = [*sets, "text.encoder=hashing:32", "tracking.enabled=false"]
     values = {"data": shops, "out": tmp_path / "runs", "backend": backend}
     with pytest.raises(CrossfedError, match=words):
-        run_federation(build("fedcrf", sets=sets, values=values))
+        run_recorded(build("fedcrf", sets=sets, values=values))
     assert not (tmp_path / "cache" / "text").exists()
 
 
 def test_two_processes_do_not_share_a_run(shops: Path, tmp_path: Path) -> None:
     import fcntl
 
-    done = run_federation(config("AVERAGE", shops, tmp_path))
+    done = run_recorded(config("AVERAGE", shops, tmp_path))
     with (done.run_dir / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(CrossfedError, match="another process"):
-            run_federation(stored_config(done.run_dir), resume=done.run_dir)
+            run_recorded(stored_config(done.run_dir), resume=done.run_dir)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
 def test_a_read_only_out_is_one_sentence(shops: Path, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(CrossfedError, match="cannot be made: Permission denied; choose another --out"):
-        run_federation(config("AVERAGE", shops, tmp_path))
+        run_recorded(config("AVERAGE", shops, tmp_path))

@@ -12,9 +12,9 @@ from crossfed.platform.config.settings import RunConfig, build
 from crossfed.platform.console import Progress, make_progress
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.final import test_once as final_test
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import stored_config
 from crossfed.platform.layout import ENDING, RESULT
+from crossfed.platform.report.recording import run_recorded
 
 
 def config(method: str, shops: Path, out: Path, *sets: str, backend: str = "inprocess", **values: Any) -> RunConfig:
@@ -45,20 +45,20 @@ def no_nodes(*_: Any) -> Any:
 
 
 def test_a_finished_run_is_left_alone(shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = run_federation(config("AVERAGE", shops, tmp_path), finish=final_test)
+    done = run_recorded(config("AVERAGE", shops, tmp_path), finish=final_test)
     before, heard = contents(tmp_path), Heard()
     monkeypatch.setattr("crossfed.platform.federation.run._nodes", no_nodes)
     monkeypatch.setattr("crossfed.platform.federation.run.track", no_nodes)
-    again = run_federation(stored_config(done.run_dir), resume=done.run_dir, finish=final_test, view=heard.view)
+    again = run_recorded(stored_config(done.run_dir), resume=done.run_dir, finish=final_test, view=heard.view)
     assert again.result["domains"] == done.result["domains"]
     assert contents(tmp_path) == before
     assert heard.notes == [f"{done.run_dir} is finished: there is nothing to resume, and nothing in it was changed."]
 
 
 def test_a_trial_that_never_read_the_test_split_is_not_over(shops: Path, tmp_path: Path) -> None:
-    done = run_federation(config("AVERAGE", shops, tmp_path))
+    done = run_recorded(config("AVERAGE", shops, tmp_path))
     assert "test" not in done.result["domains"]["books"]
-    again = run_federation(stored_config(done.run_dir), resume=done.run_dir, finish=final_test)
+    again = run_recorded(stored_config(done.run_dir), resume=done.run_dir, finish=final_test)
     assert "test" in again.result["domains"]["books"]
 
 
@@ -72,12 +72,12 @@ def test_a_run_killed_while_its_result_was_recorded_is_recorded_again(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("crossfed.platform.federation.run.record", killed)
-        run_federation(config("AVERAGE", shops, tmp_path), finish=final_test)
+        run_recorded(config("AVERAGE", shops, tmp_path), finish=final_test)
     (run_dir,) = (path.parent for path in tmp_path.glob(f"*/{ENDING}"))
     assert (run_dir / RESULT).is_file()
     recorded: list[Any] = []
     monkeypatch.setattr("crossfed.platform.federation.run.record", lambda *given: recorded.append(given))
-    run_federation(stored_config(run_dir), resume=run_dir, finish=final_test)
+    run_recorded(stored_config(run_dir), resume=run_dir, finish=final_test)
     assert len(recorded) == 1 and not (run_dir / ENDING).exists()
 
 
@@ -96,7 +96,7 @@ def test_a_refused_run_leaves_no_directory(
 ) -> None:
     out = tmp_path / "runs"
     with pytest.raises(CrossfedError, match=words):
-        run_federation(config(method, shops, out, *sets))
+        run_recorded(config(method, shops, out, *sets))
     assert not out.exists(), [str(path) for path in out.rglob("*")]
 
 
@@ -106,11 +106,11 @@ def test_a_run_refused_by_its_cluster_leaves_no_directory_and_no_record(
     out = tmp_path / "runs"
     wanted = config("AVERAGE", shops, out, "resources.cpus_per_domain=1000", backend="ray")
     with pytest.raises(CrossfedError, match="the cluster has"):
-        run_federation(wanted)
+        run_recorded(wanted)
     assert not out.exists()
 
 
 def test_a_run_that_failed_in_a_round_keeps_what_it_has(shops: Path, tmp_path: Path) -> None:
     with pytest.raises(CrossfedError):
-        run_federation(config("LEAK_NAN", shops, tmp_path, **{"tracking.enabled": False}))
+        run_recorded(config("LEAK_NAN", shops, tmp_path, **{"tracking.enabled": False}))
     assert len(list(tmp_path.glob("*/config.yaml"))) == 1

@@ -18,8 +18,8 @@ from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation import transfer
 from crossfed.platform.federation.controls import CONTROLS
 from crossfed.platform.federation.final import test_once as final_test
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.transfer import ARMS, Arm, LocalVariant, local_variant, run_arms
+from crossfed.platform.report.recording import run_recorded
 from crossfed.platform.report.transfer import gains, measure, sentences, table
 from toy_controls import twins
 
@@ -44,8 +44,8 @@ def copies(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     """The toy that copies, over two seeds with all arms, in a folder in which other runs lie, too."""
     out = tmp_path_factory.mktemp("copies")
     for sets, seed in ((("rounds=2",), 0), ((), 2)):
-        run_federation(config("toy_controls:COPIES", data, out, *sets, seed=seed), finish=final_test)
-    run_dir = run_federation(config("toy_controls:COPIES", data, out), finish=final_test).run_dir
+        run_recorded(config("toy_controls:COPIES", data, out, *sets, seed=seed), finish=final_test)
+    run_dir = run_recorded(config("toy_controls:COPIES", data, out), finish=final_test).run_dir
     return run_dir, beside(run_dir, 2)
 
 
@@ -69,12 +69,12 @@ def test_what_has_finished_is_not_run_again(
     """Nor is it beside a run that differs in the attack at its end only."""
     run_dir, arms = copies
     attacked = config("toy_controls:COPIES", data, run_dir.parent, "evaluation.audit=true")
-    other = run_federation(attacked, finish=final_test).run_dir
+    other = run_recorded(attacked, finish=final_test).run_dir
 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("ran again")
 
-    monkeypatch.setattr(transfer, "run_federation", never)
+    monkeypatch.setattr(transfer, "run_recorded", never)
     assert beside(run_dir, 2) == arms
     assert beside(other, 2) == [replace(arm, path=other) if arm.path == run_dir else arm for arm in arms]
 
@@ -104,7 +104,7 @@ def test_an_interrupt_is_gone_on_from(copies: tuple[Path, list[Arm]], tmp_path: 
 
 
 def test_a_control_that_breaks_the_method_is_told_and_the_others_go_on(data: Path, tmp_path: Path) -> None:
-    run_dir = run_federation(config("toy_controls:COPIES", data, tmp_path, "fault=true"), finish=final_test).run_dir
+    run_dir = run_recorded(config("toy_controls:COPIES", data, tmp_path, "fault=true"), finish=final_test).run_dir
     arms = beside(run_dir, 1)
     problems = {arm.name: arm.problem for arm in arms if arm.problem}
     assert list(problems) == ["noise"] and "NaN" in str(problems["noise"])
@@ -120,7 +120,7 @@ def test_what_cannot_be_compared_is_refused(copies: tuple[Path, list[Arm]], data
     _, arms = copies
     with pytest.raises(CrossfedError, match="ran under the control noise; name the honest run"):
         beside(arms[2].path, 1)
-    trial = run_federation(config("toy_controls:COPIES", data, tmp_path)).run_dir
+    trial = run_recorded(config("toy_controls:COPIES", data, tmp_path)).run_dir
     with pytest.raises(CrossfedError, match="has no test metrics: it has not finished, or it is a trial of a search"):
         beside(trial, 1)
 
@@ -243,7 +243,7 @@ def test_p_values_are_corrected_over_all_rows(copies: tuple[Path, list[Arm]]) ->
 
 
 def test_a_deaf_method_keeps_all_of_its_gain(data: Path, tmp_path: Path) -> None:
-    run_dir = run_federation(config("toy_controls:DEAF", data, tmp_path), finish=final_test).run_dir
+    run_dir = run_recorded(config("toy_controls:DEAF", data, tmp_path), finish=final_test).run_dir
     block = measure(beside(run_dir, 1), "recall_at_20")
     for rows in block["domains"].values():
         assert gains(rows)

@@ -17,9 +17,9 @@ from crossfed.platform.config.settings import build
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation import transfer
 from crossfed.platform.federation.final import test_once as final_test
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.report.audit import attack, audit, crossed
 from crossfed.platform.report.page import Page, Section, write
+from crossfed.platform.report.recording import run_recorded
 from crossfed.platform.report.tables import Cell, Column, Grid
 from crossfed.platform.tracking import tracker
 from toy_controls import twins
@@ -39,7 +39,7 @@ def entry(
 def run(method: str, data: Path, out: Path, *sets: str, **options: Any) -> Path:
     values = {"data": data, "out": out, "backend": "inprocess", "tracking.enabled": False}
     config = build(method, sets=["tracking.artifacts=false", *sets], values=values)
-    return run_federation(config, finish=final_test, **options).run_dir
+    return run_recorded(config, finish=final_test, **options).run_dir
 
 
 # -- what crossed --------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_an_interrupt_says_how_to_go_on(shops: Path, tmp_path: Path, monkeypatch
         raise KeyboardInterrupt
 
     run_dir = run("toys:GOSSIP", shops, tmp_path)
-    monkeypatch.setattr(transfer, "run_federation", interrupted)
+    monkeypatch.setattr(transfer, "run_recorded", interrupted)
     command = ["audit", str(run_dir), "--controls", "--local", "toy_controls:ALONE"]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 130 and "the same command goes on where it was" in done.output

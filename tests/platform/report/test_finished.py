@@ -193,7 +193,7 @@ def test_an_unfinished_study_is_refused(tmp_path: Path) -> None:
 
 
 def track(run: Path, artifacts: bool = True, status: str | None = "FINISHED", **tags: str) -> None:
-    """Record a made run as `run_federation` does."""
+    """Record a made run as `run_recorded` does."""
     result = json.loads((run / "result.json").read_text())
     settings = TrackingSettings(system_metrics=False)
     tracker = Tracker.start(settings, run, run.name, {}, {"method": result["method"], **tags}, [])

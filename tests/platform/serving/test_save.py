@@ -27,11 +27,11 @@ from crossfed.platform.config.settings import build
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation import export
-from crossfed.platform.federation.run import run_federation
 from crossfed.platform.federation.runs import load_scorer
-from crossfed.platform.serving import save
+from crossfed.platform.report.recording import run_recorded
+from crossfed.platform.serving import model, save
 from crossfed.platform.serving import server as serving
-from crossfed.platform.serving.save import DomainModel
+from crossfed.platform.serving.model import DomainModel
 
 DOMAINS = ("books", "films", "games")
 
@@ -40,7 +40,7 @@ DOMAINS = ("books", "films", "games")
 def run_dir(shops: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs")
     values = {"data": shops, "out": out, "backend": "inprocess", "tracking.register_models": True}
-    return run_federation(build("lightgcn", sets=["epochs=2"], values=values)).run_dir
+    return run_recorded(build("lightgcn", sets=["epochs=2"], values=values)).run_dir
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_many_users_keep_their_order(run_dir: Path, films: Any) -> None:
     assert len(fallback) == 1
     for place in (0, 255, 256, 699):
         if rows[place] < 50:
-            assert answer.loc[place, "items"] == expected(run_dir, "films", int(rows[place]), save.K)
+            assert answer.loc[place, "items"] == expected(run_dir, "films", int(rows[place]), model.K)
 
 
 def test_an_unknown_user_gets_what_ranks_high_for_most(run_dir: Path, films: Any) -> None:

@@ -22,7 +22,8 @@ from crossfed.platform.console import Progress, make_progress
 from crossfed.platform.data.artifacts import default_root
 from crossfed.platform.data.store import PreparedData, Writer
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.federation.run import make_artifacts, run_federation
+from crossfed.platform.federation.run import make_artifacts
+from crossfed.platform.report.recording import run_recorded
 from crossfed.platform.tokeniser import tokenise as tokeniser
 from crossfed.platform.tokeniser.spec import Spec, make
 from crossfed.platform.tokeniser.tokenise import (
@@ -321,7 +322,7 @@ def test_a_collapsed_tokeniser_is_refused_again_without_training(
 def test_a_method_finds_its_ids_and_the_result_tells_of_them(shops: Path, tmp_path: Path) -> None:
     run = config(shops, tmp_path)
     rows: list[Any] = []
-    done = run_federation(run, on_round=rows.append)
+    done = run_recorded(run, on_round=rows.append)
     found = made(run)
     for name, items in (("books", 30), ("films", 25), ("games", 35)):
         told = {key: rows[0].metrics[f"train/{name}/{key}"] for key in ("items", "levels", "sum")}
@@ -331,7 +332,7 @@ def test_a_method_finds_its_ids_and_the_result_tells_of_them(shops: Path, tmp_pa
     assert tokeniser.parameters(run)["tokeniser.epochs"] == 7
     other = config(shops, tmp_path, method="toys:AVERAGE")
     assert tokeniser.parameters(other) == {}
-    assert "tokeniser" not in run_federation(other).result
+    assert "tokeniser" not in run_recorded(other).result
 
 
 def test_ids_of_another_shape_are_not_used(shops: Path, tmp_path: Path) -> None:
@@ -343,7 +344,7 @@ def test_ids_of_another_shape_are_not_used(shops: Path, tmp_path: Path) -> None:
     for sets in (("levels=3",), ("levels=2", "codebook=7")):
         run = config(shops, tmp_path, *sets)
         assert not fits(run, given)
-        done = run_federation(run, artifacts=given, on_round=rows.append)
+        done = run_recorded(run, artifacts=given, on_round=rows.append)
         wanted = Spec.of(run)
         assert rows[-1].metrics["train/books/levels"] == wanted.levels
         assert done.result["tokeniser"]["codebook"] == wanted.codebook

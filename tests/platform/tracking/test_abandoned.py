@@ -22,11 +22,11 @@ from crossfed.platform.uris import sqlite_uri
 SCRIPT = """
 import os, signal, sys
 from crossfed.platform.config.settings import build
-from crossfed.platform.federation.run import run_federation
+from crossfed.platform.report.recording import run_recorded
 values = {"data": sys.argv[1], "out": sys.argv[2], "backend": "inprocess"}
 def kill(row):
     os.kill(os.getpid(), signal.SIGKILL)
-run_federation(build("toys:AVERAGE", values=values), on_round=kill, name="killed")
+run_recorded(build("toys:AVERAGE", values=values), on_round=kill, name="killed")
 """
 
 

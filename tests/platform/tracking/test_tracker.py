@@ -25,6 +25,7 @@ from mlflow.exceptions import MlflowException
 
 from crossfed.platform.config.settings import TrackingSettings
 from crossfed.platform.errors import CrossfedError
+from crossfed.platform.serving import save
 from crossfed.platform.tracking import store as mlflow_store
 from crossfed.platform.tracking.spool import REFUSED, SPOOL, STATE
 from crossfed.platform.tracking.tracker import DatasetInput, Tracker, replay, resolve_uri, safe_name
@@ -502,7 +503,7 @@ def test_a_full_disk_is_a_warning_and_is_caught_up(out: Path) -> None:
 def test_a_model_that_cannot_be_packed_is_a_warning(out: Path) -> None:
     warnings: list[str] = []
     tracker = start(out / "run", warnings)
-    tracker.model(out / "run", "A")  # no configuration, no tensors there
+    tracker.model(save.save, out / "run", "A")  # no configuration, no tensors there
     tracker.finish("FINISHED")
     assert "the model of A cannot be recorded" in warnings[0]
     assert sqlite(out / "run").get_run(tracker.run_id).info.status == "FINISHED"
