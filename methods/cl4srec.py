@@ -43,6 +43,8 @@ Not stated in the paper
       that is the history itself.
     - The mask is a vector of its own, the same for all places.
     - The dot product is the similarity and τ is 1, as in public code; `cosine` and `tau` change it.
+      Outputs are normalised by layer, so that their products are large at first and outweigh the
+      main loss for many epochs; with the cosine it is learnt from the start.
     - Views are drawn anew in every epoch, from random numbers of their own, so that with λ = 0 a
       run is SASRec's, bit for bit.
 """

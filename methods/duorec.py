@@ -167,7 +167,7 @@ class DuoRec(Learner):
                 b = again(batch)
             else:
                 at = same_next(batch.start + batch.count, groups, data, rng)
-                b = last_outputs(net, *before(at, data, config.length))
+                b = last_outputs(net, *before(at, data, config.length), groups=4)
             return config.lambda_ * two_view_nce(a, b, config.tau, config.cosine)
 
         return term

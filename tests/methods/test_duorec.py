@@ -154,7 +154,7 @@ def test_the_three_kinds_of_views(data, monkeypatch):
     monkeypatch.setattr(
         duorec,
         "last_outputs",
-        lambda net, i, c: calls.append(encode(net, i, c)) or calls[-1],
+        lambda net, i, c, groups=1: calls.append(encode(net, i, c, groups)) or calls[-1],
     )
     for views, main, forwards, partners in (
         ("both", 0, 2, 1),
