@@ -15,7 +15,7 @@ Nothing of size users × items, or items × items where S is sparse, ever exists
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ BLOCK_ENTRIES = 1 << 23
 LISTED = 200
 """How many items the saved model keeps for a user."""
 
-Similarity = sp.csr_matrix | npt.NDArray[np.float32]
+Similarity: TypeAlias = sp.csr_matrix | npt.NDArray[np.float32]
 """S, sparse or dense."""
 
 

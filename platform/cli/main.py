@@ -85,6 +85,10 @@ class ControlOption(StrEnum):
     noise = "noise"
     shuffle = "shuffle"
     stale = "stale"
+    solo = "solo"
+    peers_noise = "peers-noise"
+    peers_shuffle = "peers-shuffle"
+    peers_stale = "peers-stale"
 
 
 @app.callback(invoke_without_command=True)
@@ -127,7 +131,10 @@ def run(
     ] = None,
     control: Annotated[
         ControlOption | None,
-        typer.Option(help="Replace what every node receives, to see what transfer is worth.", show_default=False),
+        typer.Option(
+            help="Replace what is received, or (solo) let every domain be alone: what is transfer worth?",
+            show_default=False,
+        ),
     ] = None,
     address: Annotated[
         str | None, typer.Option(help="A running Ray cluster to join; without it a local one starts.")

@@ -210,7 +210,8 @@ class RunConfig(Settings):
     privacy: Privacy = Field(default_factory=Privacy)
     control: Control = Field(
         "none",
-        description="replaces what every node receives: noise (same mean and variance), shuffle (rows), stale (the first)",
+        description="replaces what every node receives: noise (same mean and variance), shuffle (rows), stale (the first); "
+        "peers-noise, peers-shuffle, peers-stale: only what other domains contributed; solo: every domain alone",
     )
     seed: int = Field(0, ge=0, description="seed of every random number of the run but the split's")
     backend: Literal["ray", "inprocess"] = Field("ray", description="Ray actors, or one process")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from crossfed.platform.config.settings import RunConfig, build
-from crossfed.platform.federation.controls import CONTROLS
+from crossfed.platform.federation.controls import CONTROLS, PEERS
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.node import InProcess
 from crossfed.platform.federation.rounds import check_method
@@ -216,8 +216,12 @@ def test_its_local_variant_is_declared_and_exchanges_nothing(name: str, shops: P
 
 
 @pytest.mark.parametrize("name", FEDERATED)
-@pytest.mark.parametrize("control", ["noise", *(pytest.param(c, marks=pytest.mark.slow) for c in CONTROLS[1:])])
+@pytest.mark.parametrize(
+    "control", ["noise", "solo", *(pytest.param(c, marks=pytest.mark.slow) for c in (*CONTROLS[1:], *PEERS))]
+)
 def test_it_runs_under_every_transfer_control(name: str, control: str, shops: Path, tmp_path: Path) -> None:
     """What arrives means nothing, and it makes of it what it can, to the end; what it sends is still declared and finite."""
     done = run_federation(small(name, shops, tmp_path, f"control={control}"))
-    assert done.result["control"] == control and sum(done.result["bytes"]["up"].values()) > 0
+    assert done.result["control"] == control
+    peers_only = all(field.direction == Direction.PEER for field in find_method(name).fields)
+    assert (sum(done.result["bytes"]["up"].values()) > 0) != (control == "solo" and peers_only)
