@@ -45,6 +45,11 @@ class Synthetic(Settings):
     )
     overlap: float = Field(_SHOPS["overlap"], ge=0, le=1, description="share of a domain's users found in every domain")
     seed: int = Field(0, ge=0, description="seed of the generator, apart from the run's seed")
+    shared: float = Field(
+        1.0, ge=0, le=1, description="share of tastes that are common to all domains; 0: nothing transfers"
+    )
+    smallest: float = Field(1.0, gt=0, le=1, description="users of the last domain as a share of the others'")
+    taste_in_text: bool = Field(True, description="whether an item's text tells its taste")
 
 
 class Text(Settings):
@@ -251,6 +256,7 @@ class RunConfig(Settings):
             del told["privacy"]
         if self.evaluation.train_share == 1:
             del told["evaluation"]["train_share"]
+        told["synthetic"] = synthetic.turned(**told["synthetic"])
         if self.control == "none":
             del told["control"]
         if self.evaluated is None:
