@@ -63,6 +63,9 @@ def compare(
         ),
     ] = None,
     split: Annotated[Split, typer.Option(help="Which split; only the test split is tested.")] = Split.test,
+    floors: Annotated[
+        bool, typer.Option(help="Rows of popularity and, with sampled candidates, of chance below the table.")
+    ] = True,
     format: Annotated[
         Format | None,
         typer.Option(
@@ -80,7 +83,7 @@ def compare(
 
     form = format or (_ENDINGS.get(out_file.suffix.lower(), Format.md) if out_file else Format.md)
     with gather(runs, out, tracking_uri) as finished:
-        made = comparison(finished, metric or (), split.value, against or ())
+        made = comparison(finished, metric or (), split.value, against or (), floors=floors)
     grids = [made.table, *made.tests]
     if form is Format.csv:
         text = made.table.csv()

@@ -26,8 +26,9 @@ from crossfed.platform.data import splits
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.evaluation import candidates
 from crossfed.platform.evaluation.attack import popularity_baseline, random_baseline, similarity_attack
+from crossfed.platform.evaluation.metrics import WHOLE
 from crossfed.platform.evaluation.protocols import get_protocol
-from crossfed.platform.evaluation.ranking import Ranking, rank
+from crossfed.platform.evaluation.ranking import Ranking, Score, rank
 from crossfed.platform.federation.controls import SOLO, Delivery, separate
 from crossfed.platform.federation.payloads import Entry, Gate, check_metrics, freeze
 from crossfed.platform.federation.privacy import tell_apart
@@ -89,6 +90,7 @@ class Measured:
     metrics: dict[str, float]
     candidates: str
     users: int
+    popularity: dict[str, float] | None = None  # the same metrics of ranking by popularity
 
 
 class Node:
@@ -284,9 +286,18 @@ class Node:
         return found
 
     def measure(
-        self, part: str, seen: Interactions, known: Interactions, truth: tuple[Array, Array]
+        self,
+        part: str,
+        seen: Interactions,
+        known: Interactions,
+        truth: tuple[Array, Array],
+        score: Score | None = None,
     ) -> tuple[Measured, Ranking]:
-        """Rank `truth` (indptr, items) for every user who has some; `seen` is masked, the method may look at `known`."""
+        """Rank `truth` (indptr, items) for every user who has some; `seen` is masked, the method may look at `known`.
+
+        Args:
+            score: ranks in place of the method.
+        """
         evaluation, data = self.plan.config.evaluation, self.data
         assert data is not None
         indptr, items = truth
@@ -296,18 +307,21 @@ class Node:
                 f"Domain {self.name} has no user with a {part} interaction under {evaluation.protocol}."
             )
         protocol = get_protocol(evaluation.protocol)
+        whole = part == "test" and WHOLE in evaluation.metrics
         torch.manual_seed(0)
-        if self.method.observe is not None:
+        if self.method.observe is not None and score is None:
             self.method.observe(self.state, known)
         try:
             drawn = None if protocol.negatives is None else self._candidates(part, users, protocol.negatives)
             ranking = rank(
-                lambda batch: self.method.score(self.state, batch),
+                score or (lambda batch: self.method.score(self.state, batch)),
                 users, seen.indptr, seen.items, indptr, items, data.n_items, evaluation.ks, candidates=drawn,
+                whole=whole,
             )  # fmt: skip
         except CrossfedError as error:
             raise CrossfedError(f"Domain {self.name}, {part}: {error}.") from error
         wanted = [evaluation.select, *(f"{name}_at_{k}" for name in evaluation.metrics for k in evaluation.ks)]
+        wanted += [WHOLE] if whole else []
         metrics = {name: float(ranking.macro[name]) for name in dict.fromkeys(wanted)}
         return Measured(metrics, ranking.candidates, len(users)), ranking
 

@@ -413,6 +413,7 @@ def _run(
                 "validation_candidates": validation[name].candidates,
             }
             | ({"test": test[name].metrics, "test_users": test[name].users} if test else {})
+            | ({"popularity": test[name].popularity} if test and test[name].popularity else {})
             | ({"audit": audit[name]} if audit else {})
             for name in plan.domains
         },
