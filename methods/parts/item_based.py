@@ -162,15 +162,7 @@ class ItemBased:
         Neither S nor a history: with both, the model would hold the domain's interactions as they
         are.
         """
-        n_users, width = self.known.shape[0], min(LISTED, self.n_items)
-        items = torch.zeros(n_users, width, dtype=torch.int32)
-        scores = torch.zeros(n_users, width)
-        step = max(1, BLOCK_ENTRIES // max(self.n_items, 1))
-        for begin in range(0, n_users, step):
-            users = np.arange(begin, min(begin + step, n_users))
-            best = self.score(users).topk(width, dim=1)
-            scores[begin : begin + step], items[begin : begin + step] = best.values, best.indices.int()
-        return {"items": items, "scores": scores, "n_items": torch.tensor([self.n_items])}
+        return best_listed(self.score, self.known.shape[0], self.n_items)
 
     def state_dict(self) -> dict[str, Any]:
         """Whether S is there: it is made anew from the data, to the same bits, and need not be
@@ -191,6 +183,24 @@ def train(state: ItemBased, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     assert state.similarity is not None
     size = state.similarity.nnz if sp.issparse(state.similarity) else state.similarity.size
     return Out(metrics={"entries": float(size)})
+
+
+def best_listed(
+    score: Callable[[npt.NDArray[np.int64]], torch.Tensor], n_users: int, n_items: int
+) -> dict[str, torch.Tensor]:
+    """The best `LISTED` items of every user, "items", and their "scores", [n_users, LISTED]; "n_items" [1].
+
+    Args:
+        score: int64 [b] -> float32 [b, n_items].
+    """
+    width = min(LISTED, n_items)
+    items, scores = torch.zeros(n_users, width, dtype=torch.int32), torch.zeros(n_users, width)
+    step = max(1, BLOCK_ENTRIES // max(n_items, 1))
+    for begin in range(0, n_users, step):
+        best = score(np.arange(begin, min(begin + step, n_users))).topk(width, dim=1)
+        scores[begin : begin + step] = best.values
+        items[begin : begin + step] = best.indices.int()
+    return {"items": items, "scores": scores, "n_items": torch.tensor([n_items])}
 
 
 def listed(exported: Mapping[str, torch.Tensor], users: npt.NDArray[np.int64]) -> torch.Tensor:
