@@ -130,6 +130,7 @@ def _domain(groups: Mapping[str, list[Finished]], whole: Sequence[str], domain: 
         if metric not in table:
             raise CrossfedError(f"{groups[arm][0].origin} has no {metric} per user; choose another --metric.")
     rows: dict[str, Any] = {}
+    joint = statistics.fmean(value(run, domain, "test", metric) for run in groups[HONEST])
     for arm in (arm for arm in ARMS if groups[arm]):
         values = {run.result["seed"]: value(run, domain, "test", metric) for run in groups[arm]}
         mean = statistics.fmean(values.values())
@@ -146,8 +147,8 @@ def _domain(groups: Mapping[str, list[Finished]], whole: Sequence[str], domain: 
         own, honest, alone = (users[name][metric] for name in (arm, HONEST, LOCAL))
         found = compare(own.index.to_numpy(), own.to_numpy(), honest.index.to_numpy(), honest.to_numpy())
         rows[arm]["test"] = {key: told if math.isfinite(told) else None for key, told in asdict(found).items()}
-        if arm != LOCAL and rows[HONEST]["mean"] > base:
-            rows[arm]["share"] = (mean - base) / (rows[HONEST]["mean"] - base)
+        if arm != LOCAL and joint > base:
+            rows[arm]["share"] = (mean - base) / (joint - base)
             low, high = _share_interval((own - alone).to_numpy(), (honest - alone).to_numpy())
             rows[arm]["share_low"], rows[arm]["share_high"] = low, high
     return rows

@@ -361,7 +361,8 @@ def test_a_mean_keeps_a_domains_own_share(control: str, data: Path, tmp_path: Pa
     if control == "peers-stale":  # the toy's demand never changes
         assert by_name(peers, "foreign") == by_name(honest, "foreign")
         return
-    assert by_name(peers, "foreign") != by_name(honest, "foreign")
+    # of shuffled rows the largest stays
+    assert (by_name(peers, "foreign") == by_name(honest, "foreign")) == (control == "peers-shuffle")
     found = {
         name: np.mean([row["test"]["recall_at_20"] for row in run.result["domains"].values()])
         for name, run in (("peers", peers), ("all", sums(data, tmp_path, f"control={control[6:]}")))
