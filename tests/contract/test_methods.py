@@ -32,7 +32,7 @@ GENERATOR = (
 )  # fmt: skip
 SMALL: dict[str, tuple[str, ...]] = {
     "fedcrf": ("K=4", "dim=8", "rounds=2", "epochs=2", "batch_size=64"),
-    "fedtext": ("dim=8", "rounds=3", "batch_size=64", "start=knntext"),
+    "fedtext": ("dim=8", "rounds=3", "batch_size=64", "lr=0.05"),
     "fedsasrec": ("dim=8", "inner=8", "rounds=3", "batch_size=16"),
     "lightgcn": ("dim=8", "epochs=3", "batch_size=64"),
     "sasrec": ("dim=8", "inner=8", "epochs=3", "batch_size=16"),
