@@ -180,8 +180,9 @@ class ItemBased:
 def train(state: ItemBased, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     """The only round: S from the domain's training interactions."""
     state.train()
-    assert state.similarity is not None
-    size = state.similarity.nnz if sp.issparse(state.similarity) else state.similarity.size
+    found = state.similarity
+    assert found is not None
+    size = found.size if isinstance(found, np.ndarray) else found.nnz
     return Out(metrics={"entries": float(size)})
 
 

@@ -224,7 +224,7 @@ def first_place(scores: torch.Tensor, state: torch.Tensor) -> npt.NDArray[np.int
     """
     best = scores.masked_fill(state != _TRUTH, -torch.inf).amax(1, keepdim=True)
     before = ((scores >= best) & (state == _FREE)).sum(1)
-    return (before + 1).cpu().numpy()  # type: ignore[no-any-return]
+    return (before + 1).cpu().numpy()
 
 
 def top_k(
