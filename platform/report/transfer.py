@@ -102,9 +102,10 @@ def _transfer(rows: Mapping[str, Any]) -> dict[str, Any]:
     low, high = _over_seeds(list(seeds.values()))
     agree = low is None or high is None or low > 0 or high < 0
     return {
-        "difference": -test["difference"],
-        "low": None if test["high"] is None else -test["high"],
-        "high": None if test["low"] is None else -test["low"],
+        # subtracted from nought, since -0.0 would be printed with its sign
+        "difference": 0.0 - test["difference"],
+        "low": None if test["high"] is None else 0.0 - test["high"],
+        "high": None if test["low"] is None else 0.0 - test["low"],
         "p_holm": test["p_holm"],
         "seeds": seeds,
         "seeds_low": low,
