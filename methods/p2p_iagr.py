@@ -412,7 +412,7 @@ def draw_pool(state: Domain, final: Tensor, received: Mapping[str, Tensor], rng:
         items = torch.randperm(n_items, generator=rng)[: state.config.pool].sort().values.to(state.device)
     place = items.new_full((n_items,), -1)
     place[items] = torch.arange(len(items), device=state.device)
-    user_prior, item_prior = (fuse(own, received[side]) for side, own in state.prototypes().items())
+    user_prior, item_prior = (shared_prior(own, received.get(side)) for side, own in state.prototypes().items())
     vectors = prior_aware(affinity(final[items + n_users], item_prior), item_prior)
     return Pool(items, place, vectors, user_prior)
 
@@ -474,7 +474,7 @@ def structural_contrast(
     config, a = state.config, pairs.n_users
     aware = []
     for (side, own), e in zip(state.prototypes().items(), (final[:a], final[a:]), strict=True):
-        prior = fuse(own, received[side])
+        prior = shared_prior(own, received.get(side))
         aware.append(prior_aware(affinity(e, prior), prior))
     pattern = bipartite_pattern(a, len(final) - a, pairs.users, pairs.items)
     logits = edge_products(pattern, torch.cat(aware)) / config.tau_omega
@@ -504,6 +504,8 @@ def batch_loss(
     rec = ranking_loss(*final[pairs.batch])
     ccl = rec.new_zeros(())
     for side, own in state.prototypes().items():
+        if side not in received:  # a domain alone agrees with nobody
+            continue
         l2 = config.ablation == "ccl"
         ccl = ccl + (distance(own, received[side]) if l2 else alignment(own, received[side], config.tau))
     told = {"loss_bpr": rec.detach() / pairs.batch.shape[1], "loss_ccl": ccl.detach() / (2 * config.K)}
@@ -546,9 +548,19 @@ def exchange(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     return Out(dict.fromkeys(ctx.peers, message), metrics)
 
 
+def shared_prior(own: Tensor, received: Tensor | None) -> Tensor:
+    """`fuse`, and s_k itself for a domain that has no peers. [K, dim] -> [K, dim]."""
+    return own if received is None else fuse(own, received)
+
+
 def receive(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> dict[str, Tensor]:
-    """S̃ by side, the mean over the peers; sums of contributions come without a scale and take that of the own prototypes."""
-    received = {}
+    """S̃ by side, the mean over the peers; sums of contributions come without a scale and take that of the own prototypes.
+
+    Empty for a domain that has no peers.
+    """
+    received: dict[str, Tensor] = {}
+    if not ctx.peers:
+        return received
     for side, own in state.prototypes().items():
         arrived = np.mean([inbox[name][f"{side}_prototypes"] for name in sorted(inbox)], axis=0, dtype=np.float32)
         received[side] = torch.from_numpy(arrived).to(state.device)
@@ -607,7 +619,8 @@ def _told_of_prototypes(state: Domain, received: Mapping[str, Tensor]) -> dict[s
     for side, own in state.prototypes().items():
         unit = F.normalize(own, dim=1)
         told[f"prototype_cosine_{side}"] = float((unit @ unit.T).fill_diagonal_(0.0).abs().max())
-        told[f"received_cosine_{side}"] = float(F.cosine_similarity(own, received[side]).mean())
+        if side in received:
+            told[f"received_cosine_{side}"] = float(F.cosine_similarity(own, received[side]).mean())
     return told
 
 

@@ -346,7 +346,8 @@ class Method:
         load_state_dict: (State, the same structure) -> None.
         export: State -> the tensors that are enough to recommend with, without any interactions: the saved model. A [K, d]
             tensor whose name ends in `_prototypes` is drawn as a cosine heat map and by its principal components.
-        score_exported: (exported tensors, users int64 [b]) -> float tensor [b, n_items], equal to `score` of that state.
+        score_exported: (exported tensors, users int64 [b]) -> float tensor [b, n_items], equal to `score` of that state; or
+            -inf for an item that the saved model does not keep for this user, where only the best of each are kept.
         fields: every payload key that may cross, in any direction.
         artifacts: names of the artifacts it needs ("text", "sids"). With "sids" its Config holds `levels` and `codebook`.
         scope: who sees which interactions.
@@ -356,6 +357,7 @@ class Method:
             it: the training interactions for validation, those and the validation interactions for the test. None where
             users have parameters instead.
         ordered: whether it reads a user's interactions in their order. Data without one are refused to it.
+        deterministic: nothing is drawn, so every seed gives the same model from the same data.
     """
 
     name: str
@@ -376,6 +378,7 @@ class Method:
     releases: Callable[[Any], tuple[Release, ...]] = no_releases
     observe: Callable[[State, Interactions], None] | None = None
     ordered: bool = False
+    deterministic: bool = False
 
 
 def stream(seed: int, *where: str | int) -> np.random.SeedSequence:

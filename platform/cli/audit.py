@@ -40,7 +40,8 @@ def audit(
         bool,
         typer.Option(
             "--controls",
-            help="Also run it, over seeds, under every transfer control and beside its local variant: what is transfer worth?",
+            help="Also run it, over seeds, alone (solo), under transfer controls and beside its local variant: what is transfer "
+            "worth?",
         ),
     ] = False,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of --controls: that of the run and those after it.")] = 3,
@@ -64,8 +65,9 @@ def audit(
 ) -> None:
     """What left each domain, what an attacker makes of it, what it cost in privacy: one page in the run's directory.
 
-    With --controls, every array that a node receives is replaced, in runs of their own, by noise, by its own rows shuffled,
-    or by what came first; how much of the gain over the local variant survives says what transfer is worth.
+    With --controls, the method runs with every domain alone: joint less solo is what is transferred. In further runs every
+    array that a node receives is replaced by noise, by its own rows shuffled, or by what came first; how much of the gain over
+    the local variant survives says what of it came with the messages.
     """
     from crossfed.platform.federation.runs import find_run
     from crossfed.platform.report.audit import CONTROLS as BLOCK

@@ -115,6 +115,10 @@ class ControlOption(StrEnum):
     noise = "noise"
     shuffle = "shuffle"
     stale = "stale"
+    solo = "solo"
+    peers_noise = "peers-noise"
+    peers_shuffle = "peers-shuffle"
+    peers_stale = "peers-stale"
 
 
 @app.callback(invoke_without_command=True)
@@ -165,7 +169,10 @@ def run(
     ] = None,
     control: Annotated[
         ControlOption | None,
-        typer.Option(help="Replace what every node receives, to see what transfer is worth.", show_default=False),
+        typer.Option(
+            help="Replace what is received, or (solo) let every domain be alone: what is transfer worth?",
+            show_default=False,
+        ),
     ] = None,
     address: Annotated[
         str | None, typer.Option(help="A running Ray cluster to join; without it a local one starts.")
@@ -395,6 +402,13 @@ def synth(
     items: Annotated[int | None, typer.Option(min=20, help="Items per domain.")] = None,
     interactions_per_user: Annotated[float | None, typer.Option(min=5, help="Mean interactions per user.")] = None,
     overlap: Annotated[float | None, typer.Option(min=0, max=1, help="Share of users found in every domain.")] = None,
+    shared: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Share of tastes common to all domains; at 0 nothing transfers.")
+    ] = None,
+    smallest: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Users of the last domain, as a share of the others'.")
+    ] = None,
+    taste_in_text: Annotated[bool, typer.Option(help="Whether an item's text tells its taste.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the generator.")] = 0,
 ) -> None:
     """Generate synthetic shops whose users' interests are shared across domains."""
@@ -402,6 +416,7 @@ def synth(
 
     given = {
         "domains": domains, "users": users, "items": items, "interactions_per_user": interactions_per_user, "overlap": overlap,
+        "shared": shared, "smallest": smallest, "taste_in_text": taste_in_text,
     }  # fmt: skip
     chosen = {**PRESETS[size.value], **{key: value for key, value in given.items() if value is not None}}
     _stats_table(generate(out, **chosen, seed=seed))

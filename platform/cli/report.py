@@ -68,6 +68,9 @@ def compare(
         ),
     ] = None,
     split: Annotated[Split, typer.Option(help="Which split; only the test split is tested.")] = Split.test,
+    floors: Annotated[
+        bool, typer.Option(help="Rows of popularity and, with sampled candidates, of chance below the table.")
+    ] = True,
     format: Annotated[
         Format | None,
         typer.Option(
@@ -86,7 +89,7 @@ def compare(
 
     form = format or (_ENDINGS.get(out_file.suffix.lower(), Format.md) if out_file else Format.md)
     with gather(runs, out, tracking_uri) as finished:
-        made = comparison(finished, metric or (), split.value, against or ())
+        made = comparison(finished, metric or (), split.value, against or (), floors=floors)
     grids = [made.table, *made.tests]
     if format is None and out_file is None and _in_terminal(*grids):
         return

@@ -47,6 +47,11 @@ class Synthetic(Settings):
     )
     overlap: float = Field(_SHOPS["overlap"], ge=0, le=1, description="share of a domain's users found in every domain")
     seed: int = Field(0, ge=0, description="seed of the generator, apart from the run's seed")
+    shared: float = Field(
+        1.0, ge=0, le=1, description="share of tastes that are common to all domains; 0: nothing transfers"
+    )
+    smallest: float = Field(1.0, gt=0, le=1, description="users of the last domain as a share of the others'")
+    taste_in_text: bool = Field(True, description="whether an item's text tells its taste")
 
 
 class Text(Settings):
@@ -243,7 +248,7 @@ class Evaluated(Settings):
     )
 
 
-Control = Literal["none", "noise", "shuffle", "stale"]
+Control = Literal["none", "noise", "shuffle", "stale", "solo", "peers-noise", "peers-shuffle", "peers-stale"]
 
 
 class RunConfig(Settings):
@@ -263,7 +268,8 @@ class RunConfig(Settings):
     privacy: Privacy = Field(default_factory=Privacy)
     control: Control = Field(
         "none",
-        description="replaces what every node receives: noise (same mean and variance), shuffle (rows), stale (the first)",
+        description="replaces what every node receives: noise (same mean and variance), shuffle (rows), stale (the first); "
+        "peers-noise, peers-shuffle, peers-stale: only what other domains contributed; solo: every domain alone",
     )
     seed: int = Field(0, ge=0, description="seed of every random number of the run but the split's")
     backend: Literal["ray", "inprocess"] = Field("ray", description="Ray actors, or one process")
@@ -305,6 +311,7 @@ class RunConfig(Settings):
             del told["evaluation"]["train_share"]
         if self.evaluation.order == "time":
             del told["evaluation"]["order"]
+        told["synthetic"] = synthetic.turned(**told["synthetic"])
         if self.control == "none":
             del told["control"]
         if self.evaluated is None:

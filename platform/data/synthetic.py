@@ -14,6 +14,11 @@ v_t is the same in all shops: which attribute words are liked by the same people
 the words themselves. That is what domains can learn from each other. A user who is in several shops keeps the id, w_u and
 w'_u. Users keep buying within a taste for a while, so that the order of interactions carries information too.
 
+Three dials turn this off by degrees, for data in which it is known how much there is to transfer: `shared`, the share of
+tastes that are common to all shops (the others have vectors, words and brands of the shop's own); `smallest`, how many users
+the last shop has beside the others; `taste_in_text`, whether an item's text says anything about its taste. `overlap` is a
+fourth. Their defaults change nothing.
+
 Memory grows with the number of interactions (a few bytes each), users and items; never with users × items.
 """
 
@@ -186,6 +191,9 @@ def generate(
     interactions_per_user: float | Sequence[float] = 7.0,
     overlap: float = 0.0,
     seed: int = 0,
+    shared: float = 1.0,
+    smallest: float = 1.0,
+    taste_in_text: bool = True,
 ) -> PreparedData:
     """Generate prepared data. The same arguments give the same bytes on the same machine and library versions.
 
@@ -197,11 +205,22 @@ def generate(
             quarter of the items. Every item occurs, and where there is room at least 5 times.
         overlap: share of the smallest domain's users who are in every domain; all others are in one.
         seed: of everything.
+        shared: share of the tastes that are the same in all shops. At 0 nothing that is learned in one shop holds in another,
+            whether by users (their wishes meet other vectors) or by text (the same words go with other tastes).
+        smallest: users of the last shop as a share of the number given for it.
+        taste_in_text: with False the words of a text are drawn apart from the item's taste, and only its product type is told.
 
     Raises:
         CrossfedError: sizes that cannot be met, an unknown shop, or a disk that cannot be written.
     """
     names = _names(domains)
+    if not 0.0 < smallest <= 1.0:
+        raise CrossfedError(f"Synthetic data: smallest is {smallest}; it is a share of users, above 0 and up to 1.")
+    if not 0.0 <= shared <= 1.0:
+        raise CrossfedError(f"Synthetic data: shared is {shared}; it is a share of tastes, from 0 to 1.")
+    if smallest < 1:
+        each = [users] * len(names) if isinstance(users, int) else list(users)
+        users = [*each[:-1], round(smallest * each[-1])]
     sizes = _sizes(names, users, items, interactions_per_user)
     if not 0.0 <= overlap <= 1.0:
         raise CrossfedError(f"Synthetic data: overlap is {overlap}; it is a share of users, from 0 to 1.")
@@ -217,15 +236,28 @@ def generate(
         "interactions_per_user": [size.per_user for size in sizes],
         "overlap": overlap,
         "seed": seed,
+        **turned(shared=shared, smallest=smallest, taste_in_text=taste_in_text),
     }
-    shared = _rng(seed, "shared users").standard_normal((n_shared, _TASTE_WIDTH + _TYPE_WIDTH), np.float32)
-    tastes = _Tastes.draw(_rng(seed, "tastes"), max(size.items for size in sizes))
+    everywhere = _rng(seed, "shared users").standard_normal((n_shared, _TASTE_WIDTH + _TYPE_WIDTH), np.float32)
+    most = max(size.items for size in sizes)
+    tastes = _Tastes.draw(_rng(seed, "tastes"), most)
+    common = _rng(seed, "common tastes").permutation(_TASTES) < round(shared * _TASTES)
     with Writer(out, recipe, synthetic=True) as writer:
         first_own = n_shared
         for name, size in zip(names, sizes, strict=True):
-            _generate_domain(writer, name, size, tastes, shared, first_own, seed)
+            mine = tastes if common.all() else tastes.but(common, _rng(seed, "own tastes", name), most)
+            _generate_domain(writer, name, size, mine, everywhere, first_own, seed, taste_in_text)
             first_own += size.users - n_shared
     return PreparedData.open(out)
+
+
+DIALS: Mapping[str, Any] = MappingProxyType({"shared": 1.0, "smallest": 1.0, "taste_in_text": True})
+"""What dials are by default. They came later: data made without them are described as before."""
+
+
+def turned(**arguments: Any) -> dict[str, Any]:
+    """Arguments of `generate` without the dials that are as by default."""
+    return {key: value for key, value in arguments.items() if key not in DIALS or value != DIALS[key]}
 
 
 def ensure(root: Path, **arguments: Any) -> Path:
@@ -236,7 +268,7 @@ def ensure(root: Path, **arguments: Any) -> Path:
     Raises:
         CrossfedError: as `generate` does.
     """
-    described = json.dumps({"version": VERSION, **arguments}, sort_keys=True)
+    described = json.dumps({"version": VERSION, **turned(**arguments)}, sort_keys=True)
     out = root / f"synthetic-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
     if out.exists():
         return out
@@ -343,6 +375,15 @@ class _Tastes:
             preferred[attribute] = np.cumsum(weights, axis=1)
         return cls(vectors, preferred, _brands(rng, int(np.clip(n_items // (_TASTES * 8), 1, 40))))
 
+    def but(self, kept: npt.NDArray[np.bool_], rng: np.random.Generator, n_items: int) -> _Tastes:
+        """The same where `kept` [T] says so; vectors, words and brands of its own elsewhere."""
+        own = _Tastes.draw(rng, n_items)
+        return _Tastes(
+            np.where(kept[:, None], self.vectors, own.vectors),
+            {key: np.where(kept[:, None], table, own.preferred[key]) for key, table in self.preferred.items()},
+            tuple(mine if keep else other for keep, mine, other in zip(kept, self.brands, own.brands, strict=True)),
+        )
+
 
 def _unit(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
@@ -356,6 +397,7 @@ def _generate_domain(
     shared: npt.NDArray[np.float32],
     first_own: int,
     seed: int,
+    taste_in_text: bool,
 ) -> None:
     """One shop: users (the shared ones first, then shuffled into the others), catalogue, interactions, text."""
     rng = _rng(seed, "users", name)
@@ -386,7 +428,10 @@ def _generate_domain(
     types = rng.permutation(_SHOPS[name.partition("-")[0]]).tolist()
     for start in range(0, size.items, _ITEMS_AT_ONCE):
         end = min(start + _ITEMS_AT_ONCE, size.items)
-        texts = _texts(catalogue.taste[start:end], catalogue.type[start:end], tastes, types, rng)
+        told = catalogue.taste[start:end]
+        if not taste_in_text:
+            told = _rng(seed, "text without taste", name, str(start)).integers(0, _TASTES, end - start)
+        texts = _texts(told, catalogue.type[start:end], tastes, types, rng)
         domain.append_items([f"{name}-{item:07d}" for item in range(start, end)], texts)
 
 

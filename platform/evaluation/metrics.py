@@ -9,6 +9,7 @@ of them, else 0; hits(K) = Σ_{i≤K} h_i. Relevance is binary. A list shorter t
 | precision_at_K | hits(K) / K |
 | hit_rate_at_K | 1 when hits(K) > 0, else 0 |
 | mrr_at_K | 1 / (position of the first hit), 0 when there is none within K |
+| mrr | 1 / (position of the first hit), however far down; only of the test split |
 | ndcg_at_K | Σ_{i≤K} h_i / log₂(i + 1), divided by Σ_{i≤min(K, T)} 1 / log₂(i + 1) |
 | map_at_K | Σ_{i≤K} h_i · hits(i) / i, divided by min(K, T) |
 | coverage_at_K | share of all items that stand in the first K of at least one user's list (one value for all users) |
@@ -33,6 +34,9 @@ PER_USER_METRICS: tuple[str, ...] = ("recall", "ndcg", "hit_rate", "mrr", "preci
 METRICS: tuple[str, ...] = (*PER_USER_METRICS, "coverage")
 """All metrics, without their cut-off."""
 
+WHOLE = "mrr"
+"""The reciprocal rank without a cut-off, which needs the place of the first hit in the whole order."""
+
 _METRIC = re.compile(r"\s*([a-z][a-z_\- ]*?)\s*(?:@|_at_)\s*(\d+)\s*")
 
 
@@ -55,9 +59,13 @@ def parse_metric(text: str) -> tuple[str, int]:
 def metric_name(text: str) -> str:
     """The name under which a metric is stored, e.g. `recall_at_20` for `Recall@20` (trackers refuse the at sign).
 
+    `MRR` alone is the reciprocal rank without a cut-off.
+
     Raises:
         CrossfedError: as `parse_metric`.
     """
+    if text.strip().lower() == WHOLE:
+        return WHOLE
     name, k = parse_metric(text)
     return f"{name}_at_{k}"
 

@@ -18,7 +18,7 @@ import torch
 
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.candidates import Candidates, full_id
-from crossfed.platform.evaluation.metrics import macro_metrics, per_user_metrics
+from crossfed.platform.evaluation.metrics import WHOLE, macro_metrics, per_user_metrics
 from crossfed.platform.method import Array
 
 Score = Callable[[npt.NDArray[np.int64]], torch.Tensor]
@@ -63,6 +63,7 @@ def rank(
     ks: Sequence[int],
     candidates: Candidates | None = None,
     block_entries: int | None = None,
+    whole: bool = False,
 ) -> Ranking:
     """Rank every user's held-out items among the items not seen, or among sampled candidates.
 
@@ -79,6 +80,7 @@ def rank(
         ks: cut-offs.
         candidates: one row of sampled items for each of `users`, in the same order; None ranks all unseen items.
         block_entries: how many scores to hold at a time; by default chosen by device.
+        whole: also measure `metrics.WHOLE`, the reciprocal rank without a cut-off.
 
     Raises:
         CrossfedError: a score is NaN or of the wrong shape, nobody has held-out items, a held-out item is masked as
@@ -98,6 +100,7 @@ def rank(
     depth = ks[-1]
     hits = np.zeros((len(users), depth), bool)
     best = np.full(n_items, depth, np.int64)
+    first = np.ones(len(users), np.int64)
     # The first block finds out where scores live: large blocks keep an accelerator busy, small ones stay in a cache,
     # though never of so few users that scoring them is no matrix product any more.
     size = max(64, 2**20 // n_items) if block_entries is None else max(1, block_entries // n_items)
@@ -113,12 +116,16 @@ def rank(
                 scores, state = _restrict(scores, state, columns, candidates)
             items, found, real = top_k(scores, state, columns, depth)
             hits[block, : found.shape[1]] = found
+            if whole:
+                first[block] = first_place(scores, state)
             position = np.broadcast_to(np.arange(items.shape[1]), items.shape)
             np.minimum.at(best, items[real], position[real])
             start += size
             if block_entries is None and scores.device.type != "cpu":
                 size = max(64, 2**26 // n_items)
     per_user = per_user_metrics(hits, counts, ks)
+    if whole:
+        per_user[WHOLE] = 1.0 / first
     name = full_id(n_items) if candidates is None else candidates.id
     return Ranking(users, per_user, macro_metrics(per_user, best, ks), name, counts)
 
@@ -205,6 +212,20 @@ def _restrict(
         )
     absent = columns < 0
     return scores.masked_fill_(absent, -torch.inf), state.masked_fill_(absent, _MASKED)
+
+
+def first_place(scores: torch.Tensor, state: torch.Tensor) -> npt.NDArray[np.int64]:
+    """The place, from 1, of the first held-out item of each row in the whole order, free items first among equals.
+
+    Args:
+        scores: float [b, width], masked entries at -inf. state: uint8 [b, width], as in `top_k`; a held-out item in each row.
+
+    Returns:
+        int64 [b].
+    """
+    best = scores.masked_fill(state != _TRUTH, -torch.inf).amax(1, keepdim=True)
+    before = ((scores >= best) & (state == _FREE)).sum(1)
+    return (before + 1).cpu().numpy()
 
 
 def top_k(

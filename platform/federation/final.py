@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from crossfed.platform.federation.node import Measured, Node, Nodes, Plan
 from crossfed.platform.method import Interactions
 
 
 def _measure(node: Node) -> Measured:
-    """Test metrics of one domain: training and validation items are seen and masked; per-user values stay as rows without ids."""
+    """Test metrics of one domain, and what ranking by popularity reaches in it: training and validation items are masked.
+
+    Per-user values stay as rows without ids.
+    """
     assert node.data is not None and node.seen is not None
     train, validation, test = node.data, node.load("validation"), node.load("test")
     known = _together(train, validation)
     seen = known if train is node.seen else _together(node.seen, validation)
-    measured, ranking = node.measure("test", seen, known, (test.indptr, test.items))
+    truth = (test.indptr, test.items)
+    measured, ranking = node.measure("test", seen, known, truth)
+    counts = torch.from_numpy(np.bincount(train.items, minlength=train.n_items).astype(np.float32))
+    floor, _ = node.measure("test", seen, known, truth, lambda users: counts.expand(len(users), -1))
     folder = node.plan.run_dir / "per_user"
     folder.mkdir(exist_ok=True)
     trained = np.diff(train.indptr)[ranking.users]
     columns = {"user": ranking.users, "n_train": trained, "n_truth": ranking.n_truth}
     pq.write_table(pa.table(columns | ranking.per_user), folder / f"{node.name}.test.parquet")
-    return measured
+    return replace(measured, popularity=floor.metrics)
 
 
 def _together(one: Interactions, other: Interactions) -> Interactions:

@@ -14,7 +14,7 @@ import re
 import resource
 import shutil
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -31,13 +31,24 @@ from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation import candidates
 from crossfed.platform.evaluation.attack import popularity_baseline, random_baseline, similarity_attack
+from crossfed.platform.evaluation.metrics import WHOLE
 from crossfed.platform.evaluation.protocols import get_protocol
-from crossfed.platform.evaluation.ranking import Ranking, rank
+from crossfed.platform.evaluation.ranking import Ranking, Score, rank
 from crossfed.platform.federation import export
-from crossfed.platform.federation.controls import Delivery
+from crossfed.platform.federation.controls import SOLO, Delivery, separate
 from crossfed.platform.federation.payloads import Entry, Gate, check_metrics, freeze
 from crossfed.platform.federation.privacy import tell_apart
-from crossfed.platform.method import SERVER, Array, Context, Interactions, Out, Payload, generators, noise_generator
+from crossfed.platform.method import (
+    SERVER,
+    Array,
+    Context,
+    Interactions,
+    Out,
+    Payload,
+    Step,
+    generators,
+    noise_generator,
+)
 from crossfed.platform.registry import at
 
 P = ParamSpec("P")
@@ -71,6 +82,11 @@ class Sent:
     rows: list[Entry]
     metrics: Mapping[str, float]
 
+    def only(self, receivers: Collection[str]) -> Sent:
+        """Without the messages to anybody else."""
+        send = {name: handle for name, handle in self.send.items() if name in receivers}
+        return Sent(send, [row for row in self.rows if row.receiver in receivers], self.metrics)
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -79,6 +95,7 @@ class Measured:
     metrics: dict[str, float]
     candidates: str
     users: int
+    popularity: dict[str, float] | None = None  # the same metrics of ranking by popularity
 
 
 class Node:
@@ -100,6 +117,8 @@ class Node:
         self._drawn: dict[str, candidates.Candidates] = {}
         self.uploaded: dict[str, Array] = {}
         self.delivery = Delivery(plan.config.control, plan.config.seed, name)
+        # then `state` (and `best`) is one of each domain's own server, by domain
+        self.separate = name == SERVER and separate(plan.config.control)
         torch.set_num_threads(plan.config.resources.threads)
         if device.type == "cuda" and torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats(device)
@@ -163,21 +182,34 @@ class Node:
         megabytes = self.plan.config.resources.max_message_mb
         max_bytes = None if megabytes is None else int(megabytes * 2**20)
         self.gate = Gate(self.method, self.config, self.name, sizes, n_users, max_bytes)
-        self.peers = tuple(name for name in self.plan.domains if name != self.name)
+        alone = self.plan.config.control == SOLO
+        self.peers = () if alone else tuple(d for d in self.plan.domains if d != self.name)
         init = self.method.init_server if self.name == SERVER else self.method.init_domain
         if init is None:
             raise RuntimeError(f"{self.method.name} has no server")
         with self._own("its start", init), _memory(self.name):
-            self.state = init(self.config, self._context("init", 0))
+            if self.separate:
+                self.state = {
+                    name: init(self.config, self._context("init", 0, owner=name)) for name in self.plan.domains
+                }
+            else:
+                self.state = init(self.config, self._context("init", 0))
 
-    def _context(self, stage: str, round: int, *where: str | int) -> Context:
-        """The context of one place in the run. Torch's global generator (dropout) is put there too."""
+    def _context(self, stage: str, round: int, *where: str | int, owner: str | None = None) -> Context:
+        """The context of one place in the run. Torch's global generator (dropout) is put there too.
+
+        Args:
+            owner: of a server that answers one domain, that domain.
+        """
+        peers = self.peers
+        if owner is not None and self.plan.config.control == SOLO:
+            peers = (owner,)
         place = (stage, round, self.name, *where)
         rng, torch_rng = generators(self.plan.config.seed, *place)
         torch.manual_seed(int(generators(self.plan.config.seed, *place, "global")[0].integers(2**63)))
         noise_rng = noise_generator(self.plan.config.privacy.noise_seed, *place)
         return Context(
-            self.name, stage, round, self.peers, rng, torch_rng, self.device, self.data, self.artifacts, noise_rng
+            self.name, stage, round, peers, rng, torch_rng, self.device, self.data, self.artifacts, noise_rng
         )
 
     # -- running -------------------------------------------------------------------------------------------------
@@ -195,19 +227,49 @@ class Node:
         where = self.stages[stage]
         step = getattr(where, part)[phase].step
         self.gate.receive(where, inbox)
-        inbox = self.delivery(where.name, round, part, phase, inbox)
-        place = f"stage {where.name}, {part}, phase {phase + 1}" + (f", round {round}" if round else "")
-        with self._own(place, step), _memory(self.name):
-            out = step(self.state, inbox, self._context(where.name, round, part, phase))
-        if not isinstance(out, Out):
-            raise CrossfedError(
-                f"{self.name}, {place}: step {_called(step)} returned a {type(out).__name__}, not an Out{_lies(step)}."
-            )
+        place = (where.name, round, part, phase)
+        if self.separate:
+            out = self._answers(step, place, inbox)
+        else:
+            out = self._step(step, place, self.state, self.delivery(*place, inbox))
         rows = tell_apart(self.releases, where.name, part, out.send, self.gate.check(where, round, out.send))
         if self.plan.config.evaluation.audit and self.data is not None:
             for payload in out.send.values():
                 self.uploaded |= {key: np.array(v) for key, v in payload.items() if v.shape[:1] == (self.data.n_items,)}
         return dict(out.send), rows, check_metrics(self.name, out.metrics)
+
+    def _step(
+        self,
+        step: Step,
+        place: tuple[str, int, str, int],
+        state: Any,
+        inbox: Mapping[str, Payload],
+        owner: str | None = None,
+    ) -> Out:
+        """One step at a place (stage, round, part, phase)."""
+        stage, round, part, phase = place
+        where = f"stage {stage}, {part}, phase {phase + 1}" + (f", round {round}" if round else "")
+        with self._own(where, step), _memory(self.name):
+            out = step(state, inbox, self._context(*place, owner=owner))
+        if not isinstance(out, Out):
+            raise CrossfedError(
+                f"{self.name}, {where}: step {_called(step)} returned a {type(out).__name__}, not an Out{_lies(step)}."
+            )
+        return out
+
+    def _answers(self, step: Step, place: tuple[str, int, str, int], inbox: Mapping[str, Payload]) -> Out:
+        """The step of every domain's own server: to each domain what its server answers it, and means of metrics."""
+        send: dict[str, Payload] = {}
+        metrics: dict[str, list[float]] = {}
+        for name, state in self.state.items():
+            if inbox and name not in inbox and self.plan.config.control == SOLO:
+                continue  # it has stopped
+            out = self._step(step, place, state, self.delivery(*place, inbox, name), name)
+            if name in out.send:
+                send[name] = out.send[name]
+            for key, value in out.metrics.items():
+                metrics.setdefault(key, []).append(value)
+        return Out(send, {key: sum(values) / len(values) for key, values in metrics.items()})
 
     def evaluate(self) -> Measured:
         """Metrics on the validation split: training items masked, everything else a candidate (or the drawn ones)."""
@@ -233,9 +295,18 @@ class Node:
         return found
 
     def measure(
-        self, part: str, seen: Interactions, known: Interactions, truth: tuple[Array, Array]
+        self,
+        part: str,
+        seen: Interactions,
+        known: Interactions,
+        truth: tuple[Array, Array],
+        score: Score | None = None,
     ) -> tuple[Measured, Ranking]:
-        """Rank `truth` (indptr, items) for every user who has some; `seen` is masked, the method may look at `known`."""
+        """Rank `truth` (indptr, items) for every user who has some; `seen` is masked, the method may look at `known`.
+
+        Args:
+            score: ranks in place of the method.
+        """
         evaluation, data = self.plan.config.evaluation, self.data
         assert data is not None
         indptr, items = truth
@@ -245,19 +316,22 @@ class Node:
                 f"Domain {self.name} has no user with a {part} interaction under {evaluation.protocol}."
             )
         protocol = get_protocol(evaluation.protocol)
+        whole = part == "test" and WHOLE in evaluation.metrics
         torch.manual_seed(0)
-        if self.method.observe is not None:
+        if self.method.observe is not None and score is None:
             with self._own(f"before ranking {part}", self.method.observe):
                 self.method.observe(self.state, known)
         try:
             drawn = None if protocol.negatives is None else self._candidates(part, users, protocol.negatives)
             ranking = rank(
-                lambda batch: self._score(part, batch),
+                score or (lambda batch: self._score(part, batch)),
                 users, seen.indptr, seen.items, indptr, items, data.n_items, evaluation.ks, candidates=drawn,
+                whole=whole,
             )  # fmt: skip
         except CrossfedError as error:
             raise CrossfedError(f"Domain {self.name}, {part}: {error}.") from error
         wanted = [evaluation.select, *(f"{name}_at_{k}" for name in evaluation.metrics for k in evaluation.ks)]
+        wanted += [WHOLE] if whole else []
         metrics = {name: float(ranking.macro[name]) for name in dict.fromkeys(wanted)}
         return Measured(metrics, ranking.candidates, len(users)), ranking
 
@@ -326,19 +400,38 @@ class Node:
 
     # -- keeping -------------------------------------------------------------------------------------------------
 
-    def keep(self) -> None:
-        """Remember the present state as the best of the stage."""
-        self.best, self._best_file = _detached(self.method.state_dict(self.state)), None
+    def _state_dict(self) -> Any:
+        """What training continues from; by domain where every domain has a server of its own."""
+        if not self.separate:
+            return self.method.state_dict(self.state)
+        return {name: self.method.state_dict(state) for name, state in self.state.items()}
+
+    def _load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """The reverse of `_state_dict`; servers that are not in it stay as they are."""
+        if not self.separate:
+            self.method.load_state_dict(self.state, saved)
+            return
+        for name, part in saved.items():
+            self.method.load_state_dict(self.state[name], part)
+
+    def keep(self, owner: str | None = None) -> None:
+        """Remember the present state as the best of the stage; with `owner` that domain's own server's only."""
+        if owner is None:
+            self.best = _detached(self._state_dict())
+        else:
+            own = _detached(self.method.state_dict(self.state[owner]))
+            self.best = {**(self.best or {}), owner: own}
+        self._best_file = None
 
     def restore_best(self) -> None:
         """Go back to the best state of the stage that ends, and forget it."""
         if self.best is not None:
-            self.method.load_state_dict(self.state, self.best)
+            self._load_state_dict(self.best)
         self.best = self._best_file = None
 
     def save(self, folder: Path, inbox: Mapping[str, Payload]) -> dict[str, str]:
         """Write state, best state and unread messages into a checkpoint folder; returns the SHA-256 of every file."""
-        files = checkpoint.save(folder / self.name, self.method.state_dict(self.state))
+        files = checkpoint.save(folder / self.name, self._state_dict())
         files |= checkpoint.save(folder / f"{self.name}.inbox", dict(inbox))
         if self.uploaded:
             files |= checkpoint.save(folder / f"{self.name}.uploaded", self.uploaded)
@@ -371,7 +464,7 @@ class Node:
             ) from error
 
     def _load_state(self, folder: Path) -> dict[str, Payload]:
-        self.method.load_state_dict(self.state, checkpoint.load(folder / self.name))
+        self._load_state_dict(checkpoint.load(folder / self.name))
         self.best = self._best_file = None
         best = folder / f"{self.name}.best"
         if Path(f"{best}.json").is_file():

@@ -17,6 +17,7 @@ from typing import Any
 from crossfed.platform.checkpoint import Checkpoints
 from crossfed.platform.config.settings import RunConfig
 from crossfed.platform.errors import CrossfedError
+from crossfed.platform.federation.controls import SOLO
 from crossfed.platform.federation.mirror import Mirror
 from crossfed.platform.federation.node import Measured, Nodes, Plan
 from crossfed.platform.federation.payloads import Entry, ShapeWatch, check_declarations, check_told
@@ -321,6 +322,8 @@ class Rounds:
             where = [SERVER] if phase.at == "server" else domains
             inboxes = {name: self.mail.pop(name, {}) for name in where}
             done = self.nodes.run_phase(index, part, number, round, inboxes)
+            if phase.at == "server" and self.config.control == SOLO:  # a domain may have stopped
+                done = {name: sent.only(domains) for name, sent in done.items()}
             for sender, sent in done.items():
                 check_told(self.stages[index], sender, self.plan.nodes, sent.send, sent.rows)
                 self.watch.check(sent.rows)
@@ -391,7 +394,8 @@ class Rounds:
         select, progress = self.config.evaluation.select, self.progress
         measured: dict[str, Measured] = self._call("evaluate", active)
         progress.latest |= {name: found.metrics[select] for name, found in measured.items()}
-        if stage.local:
+        alone = self.config.control == SOLO
+        if stage.local or alone:
             scopes = {name: (progress.latest[name], [name]) for name in active}
         else:
             scopes = {FEDERATION: (sum(progress.latest.values()) / len(progress.latest), list(self.plan.nodes))}
@@ -402,6 +406,8 @@ class Rounds:
                 progress.best[scope] = Best(value, stage.name, progress.round, values=held)
                 if stage.keep_best:
                     self._call("keep", members)
+                    if alone and not stage.local and SERVER in self.plan.nodes:
+                        self.nodes.each("keep", {SERVER: (scope,)})
             else:
                 best.stale += 1
                 if stage.patience is not None and best.stale >= stage.patience:

@@ -34,7 +34,7 @@ from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.federation import pace, privacy
 from crossfed.platform.federation.callbacks import Callback, Ended, Started, Status
-from crossfed.platform.federation.controls import blame, check_control
+from crossfed.platform.federation.controls import MEANING, SOLO, blame, check_control
 from crossfed.platform.federation.mirror import Mirror
 from crossfed.platform.federation.node import Artifacts, InProcess, Measured, NodeLost, Nodes, Plan
 from crossfed.platform.federation.rounds import Round, Rounds, check_method
@@ -99,7 +99,8 @@ def chosen_domains(config: RunConfig, data: PreparedData) -> tuple[str, ...]:
         # a checkpoint holds `<node>.safetensors`, `<node>.inbox.safetensors` … of every node, and files of its own
         if name in ("progress", "manifest") or any(name.startswith(f"{other}.") for other in chosen):
             raise CrossfedError(f"A domain of this run cannot be called {name!r}: a file of the run's checkpoints is.")
-    if len(chosen) < 2 and config.resolved.scope == Scope.FEDERATED:
+    federated = config.resolved.scope == Scope.FEDERATED
+    if len(chosen) < 2 and federated and config.control != SOLO:
         raise CrossfedError(
             f"{config.method} is federated and needs at least two domains, but got {chosen[0]} alone; "
             "add a domain, or run a local method such as lightgcn."
@@ -174,7 +175,7 @@ def run_federation(
                 f"seed       {config.seed}   configuration {config.hash()}   back end {config.backend}",
                 f"directory  {run_dir}",
             ]
-            + ([f"control    {config.control}: no node receives what it was sent"] if config.control != "none" else []),
+            + ([f"control    {config.control}: {MEANING[config.control]}"] if config.control != "none" else []),
         )
         if config.backend == "inprocess" and (idle := config.resources.without_ray()):
             view.warn(
@@ -463,6 +464,7 @@ def _run(
                 "validation_candidates": validation[name].candidates,
             }
             | ({"test": test[name].metrics, "test_users": test[name].users} if test else {})
+            | ({"popularity": test[name].popularity} if test and test[name].popularity else {})
             | ({"audit": audit[name]} if audit else {})
             for name in plan.domains
         },

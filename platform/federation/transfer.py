@@ -1,4 +1,7 @@
-"""What is transfer worth? A method beside its local variant and beside itself under every control, over the same seeds.
+"""What is transfer worth? A method beside itself alone, its local variant and itself under controls, over the same seeds.
+
+Transfer is joint less solo: the same method with the same configuration, rounds and seeds, once as a federation and once
+with every domain a federation of one. The local variant may have another architecture, and says what the method is worth.
 
 The local variant is declared with the method, in the block `local:` of its YAML file:
 
@@ -25,15 +28,15 @@ from crossfed.platform.checkpoint import read_json
 from crossfed.platform.config.settings import Privacy, RunConfig, build, first_error
 from crossfed.platform.console import Progress
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.federation.controls import CONTROLS
+from crossfed.platform.federation.controls import CONTROLS, PEERS, SOLO
 from crossfed.platform.federation.run import Finish, RunResult, run_federation
 from crossfed.platform.federation.runs import finished, stored_config
 from crossfed.platform.layout import RESULT
 from crossfed.platform.registry import find_method, method_file, nearest
 
 LOCAL, HONEST = "local", "honest"
-ARMS = (LOCAL, HONEST, *CONTROLS)
-"""What is run, in the order of a table."""
+ARMS = (LOCAL, SOLO, HONEST, *CONTROLS, PEERS[0])
+"""What is run, in the order of a table; the last only where a server mixes what domains send."""
 
 
 class LocalVariant(BaseModel):
@@ -119,7 +122,10 @@ class Arm:
 def arms(config: RunConfig, local: RunConfig) -> dict[str, RunConfig]:
     """The configuration of every arm, with the seed of `config`."""
     found = {LOCAL: local, HONEST: config}
-    return found | {str(control): config.model_copy(update={"control": control}) for control in CONTROLS}
+    mixes = config.resolved.init_server is not None  # otherwise peers-noise is noise
+    for name in (SOLO, *CONTROLS, *(PEERS[:1] if mixes else ())):
+        found[name] = config.model_copy(update={"control": name})
+    return {name: found[name] for name in ARMS if name in found}
 
 
 def run_arms(
@@ -207,7 +213,7 @@ def _run(
             started=started.append,
         )
     except CrossfedError as error:
-        if name not in CONTROLS or not started:
+        if name in (LOCAL, HONEST) or not started:
             raise
         say(f"{number}: it has no result: {error}")
         return Arm(name, config.seed, started[0], str(error))

@@ -16,6 +16,7 @@ import pandas as pd
 from crossfed.platform.checkpoint import read_json
 from crossfed.platform.config.settings import RunConfig
 from crossfed.platform.console import size
+from crossfed.platform.federation.controls import MEANING
 from crossfed.platform.federation.payloads import declared
 from crossfed.platform.federation.privacy import read_lines, summary
 from crossfed.platform.federation.runs import privacy_account, stored_config
@@ -76,8 +77,8 @@ def _about(config: RunConfig, run_dir: Path, finished: bool) -> tuple[str, ...]:
     ]
     if config.control != "none":
         lines.append(
-            f"This run ran under the transfer control {config.control}: the messages below were sent, and none was received "
-            "as it was sent."
+            f"This run ran under the transfer control {config.control}: the messages below were sent, but "
+            f"{MEANING[config.control]}."
         )
     if not finished:
         lines.append("This run has not finished: the page tells what has left so far.")

@@ -12,6 +12,7 @@ from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.metrics import metric_name
 from crossfed.platform.evaluation.protocols import told_protocol
 from crossfed.platform.evaluation.significance import Comparison
+from crossfed.platform.report.doubt import chance_line, doubts
 from crossfed.platform.report.effects import (
     LEVEL,
     OVER_SEEDS,
@@ -42,6 +43,7 @@ def comparison(
     split: Split = "test",
     against: Sequence[str] = (),
     domains: Sequence[str] | None = None,
+    floors: bool = True,
 ) -> Compared:
     """One table of all runs, and the tests of its rows against the best baseline.
 
@@ -51,6 +53,7 @@ def comparison(
         split: only the test split is tested.
         against: the baselines, see `baselines_of`.
         domains: which, all by default.
+        floors: whether popularity and, under a sampled protocol, chance stand below the table.
 
     Raises:
         CrossfedError: the runs do not compare, or lack something that is asked for.
@@ -72,6 +75,10 @@ def comparison(
     if split == "test":
         found = effects(groups, columns, values, base)
     table = _table(runs, groups, columns, values, means, base, found, split)
+    if floors:
+        table = replace(table, foot=(*table.foot, *_floors(runs, columns, split)))
+    if doubtful := doubts(groups, columns, split):
+        table = replace(table, caption=" ".join([table.caption, "To be doubted:", *doubtful]))
     what = _called(groups, base)
     tests = (_over_users(found, what), _over_seeds(found, what))
     return Compared(table, tuple(grid for grid in tests if grid.rows), tuple(found))
@@ -129,6 +136,30 @@ def _table(
         records=tuple(records),
         foot=(tuple(foot),) if len(groups) > len(base) else (),
     )
+
+
+def _floors(runs: Sequence[Finished], columns: Sequence[tuple[str, str]], split: Split) -> list[tuple[Cell | str, ...]]:
+    """Rows of what nobody has to learn: popularity, where the runs measured it, and chance under a sampled protocol."""
+    found: list[tuple[Cell | str, ...]] = []
+    if split == "test":
+        measured = [
+            next((v for run in runs if (v := _popularity(run, domain).get(metric)) is not None), None)
+            for domain, metric in columns
+        ]
+        if any(number is not None for number in measured):
+            found.append(("popularity", "", *(_number(number) for number in measured)))
+    line = chance_line(runs[0].result, [metric for _, metric in columns])
+    if line is not None:
+        found.append(("chance", "", *(_number(number) for number in line)))
+    return found
+
+
+def _popularity(run: Finished, domain: str) -> dict[str, float]:
+    return run.result["domains"][domain].get("popularity") or {}
+
+
+def _number(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.4f}"
 
 
 def _caption(

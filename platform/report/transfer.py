@@ -1,4 +1,8 @@
-"""How much of a gain survives when what a method receives is meaningless: the numbers and the table.
+"""What is transferred, and how much of a gain survives when what is received is meaningless: the numbers and the table.
+
+Transfer is joint less solo in the test metric m, paired over users and seeds: per user averaged over seeds, with a bootstrap
+interval over users, and per seed averaged over users, with Student's interval over seeds where there are two or more. It is
+beyond chance where the test over users says so and, of several seeds, their interval does not hold 0 either.
 
 Per domain, with the test metric m averaged over seeds: the gain of an arm is m(arm) - m(local), and what survives a control
 is the share gain(control) / gain(honest). Its interval is a bootstrap over users (values averaged over seeds first), each
@@ -20,6 +24,7 @@ import numpy.typing as npt
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.metrics import metric_name
 from crossfed.platform.evaluation.significance import compare, holm
+from crossfed.platform.federation.controls import SOLO
 from crossfed.platform.federation.transfer import ARMS, HONEST, LOCAL, Arm
 from crossfed.platform.report.effects import LEVEL, per_user, value
 from crossfed.platform.report.finished import Finished, check_comparable, load_runs
@@ -27,10 +32,12 @@ from crossfed.platform.report.tables import ABSENT, Cell, Column, Grid, p_value,
 
 RECEIVED = {
     LOCAL: "nothing: trained alone",
+    SOLO: "nothing: a federation of one",
     HONEST: "what was sent",
     "noise": "noise",
     "shuffle": "shuffled rows",
     "stale": "the first round's",
+    "peers-noise": "noise for others' part",
 }
 """What the domains of an arm received."""
 
@@ -39,6 +46,7 @@ def measure(arms: Sequence[Arm], metric: str) -> dict[str, Any]:
     """The numbers, as they are kept in `controls.json`.
 
     Returns:
+        "transfer" (domain -> joint less solo, see `_transfer`; without a domain where solo has no result),
         "metric", "seeds", "problems" (arm -> seed -> why there is no result), "runs" (arm -> seed -> directory's name) and
         "domains": domain -> arm -> its values by seed, mean, deviation, gain and relative gain over local, what survives
         ("share", with its interval), and the test of arm less honest. Arms that lack a seed have no gain and no test.
@@ -61,6 +69,7 @@ def measure(arms: Sequence[Arm], metric: str) -> dict[str, Any]:
     by_mean, by_rank = (holm({key: test[p] for key, test in tests.items()}) for p in ("t_p", "wilcoxon_p"))
     for key, test in tests.items():
         test["p_holm"] = max(by_mean[key], by_rank[key])
+    moved = {domain: _transfer(rows) for domain, rows in domains.items() if SOLO in whole}
     for rows in domains.values():
         if rows[LOCAL]["test"] is None or not gains(rows):  # a share of a gain that may be chance says nothing
             for row in rows.values():
@@ -79,8 +88,41 @@ def measure(arms: Sequence[Arm], metric: str) -> dict[str, Any]:
         "problems": {
             arm: told for arm in ARMS if (told := {a.seed: a.problem for a in arms if a.name == arm and a.problem})
         },
+        "transfer": moved,
         "domains": domains,
     }
+
+
+def _transfer(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Joint less solo in one domain: "difference", "low", "high" and "p_holm" over users; "seeds" (seed -> difference),
+    "seeds_low", "seeds_high" (None with one seed); "beyond_chance"."""
+    test, joint, solo = rows[SOLO]["test"], rows[HONEST]["values"], rows[SOLO]["values"]
+    seeds = {seed: joint[seed] - solo[seed] for seed in joint}
+    low, high = _over_seeds(list(seeds.values()))
+    agree = low is None or high is None or low > 0 or high < 0
+    return {
+        # subtracted from nought, since -0.0 would be printed with its sign
+        "difference": 0.0 - test["difference"],
+        "low": None if test["high"] is None else 0.0 - test["high"],
+        "high": None if test["low"] is None else 0.0 - test["low"],
+        "p_holm": test["p_holm"],
+        "seeds": seeds,
+        "seeds_low": low,
+        "seeds_high": high,
+        "beyond_chance": bool(test["p_holm"] < LEVEL and agree),
+    }
+
+
+def _over_seeds(differences: Sequence[float]) -> tuple[float | None, float | None]:
+    """Student's 95 % interval of the mean; none for fewer than two."""
+    n = len(differences)
+    if n < 2:
+        return None, None
+    from scipy import stats  # here, because it takes a second to import
+
+    mean = statistics.fmean(differences)
+    half = float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(differences) / math.sqrt(n)
+    return mean - half, mean + half
 
 
 def _domain(groups: Mapping[str, list[Finished]], whole: Sequence[str], domain: str, metric: str) -> dict[str, Any]:
@@ -90,6 +132,7 @@ def _domain(groups: Mapping[str, list[Finished]], whole: Sequence[str], domain: 
         if metric not in table:
             raise CrossfedError(f"{groups[arm][0].origin} has no {metric} per user; choose another --metric.")
     rows: dict[str, Any] = {}
+    joint = statistics.fmean(value(run, domain, "test", metric) for run in groups[HONEST])
     for arm in (arm for arm in ARMS if groups[arm]):
         values = {run.result["seed"]: value(run, domain, "test", metric) for run in groups[arm]}
         mean = statistics.fmean(values.values())
@@ -106,8 +149,8 @@ def _domain(groups: Mapping[str, list[Finished]], whole: Sequence[str], domain: 
         own, honest, alone = (users[name][metric] for name in (arm, HONEST, LOCAL))
         found = compare(own.index.to_numpy(), own.to_numpy(), honest.index.to_numpy(), honest.to_numpy())
         rows[arm]["test"] = {key: told if math.isfinite(told) else None for key, told in asdict(found).items()}
-        if arm != LOCAL and rows[HONEST]["mean"] > base:
-            rows[arm]["share"] = (mean - base) / (rows[HONEST]["mean"] - base)
+        if arm != LOCAL and joint > base:
+            rows[arm]["share"] = (mean - base) / (joint - base)
             low, high = _share_interval((own - alone).to_numpy(), (honest - alone).to_numpy())
             rows[arm]["share_low"], rows[arm]["share_high"] = low, high
     return rows
@@ -189,7 +232,7 @@ def _percent(relative: float | None) -> str:
 
 
 def _survives(arm: str, row: Mapping[str, Any], rows: Mapping[str, Any]) -> str:
-    if arm in (LOCAL, HONEST) or row["gain"] is None:
+    if arm in (LOCAL, SOLO, HONEST) or row["gain"] is None:
         return ABSENT
     if not gains(rows):
         return "no gain to lose"
@@ -204,7 +247,8 @@ def caption(block: Mapping[str, Any]) -> str:
     among = ", ".join(f"{domain} {told}" for domain, told in block["candidates"].items())
     return (
         f"{block['method']} on {synthetic}data {data['name']} ({data['fingerprint'][:12]}), protocol {block['protocol']}; "
-        f"candidates {among}; local is {block['local']['method']}. Test {pretty(block['metric'])} of the state selected on "
+        f"candidates {among}; local is {block['local']['method']}, solo the method itself, every "
+        f"domain alone. Test {pretty(block['metric'])} of the state selected on "
         f"validation, mean ± standard deviation over seeds {', '.join(map(str, block['seeds']))}. A gain survives by the "
         "share of (honest - local) that (control - local) still has, with a 95 % bootstrap interval over users where every "
         f"resample has a gain; a share is given where honest is better than local (p < {LEVEL:g}). What all domains share before "
@@ -216,6 +260,7 @@ def caption(block: Mapping[str, Any]) -> str:
 def sentences(block: Mapping[str, Any]) -> list[str]:
     """What the table says, domain by domain."""
     told, metric, alone = [], pretty(block["metric"]), block["local"]["method"]
+    told += [_moved(domain, row, metric) for domain, row in block.get("transfer", {}).items()]
     for domain, rows in block["domains"].items():
         honest, local = rows[HONEST], rows[LOCAL]
         if gains(rows):
@@ -226,7 +271,7 @@ def sentences(block: Mapping[str, Any]) -> list[str]:
                 f"{domain}: {'worse' if worse else 'not better'} in {metric} than {alone} ({honest['mean']:.4f} against "
                 f"{local['mean']:.4f}), so that there is no gain to lose."
             ]
-        for arm in (arm for arm in rows if rows[arm]["test"] and arm != LOCAL):
+        for arm in (arm for arm in rows if rows[arm]["test"] and arm not in (LOCAL, SOLO)):
             row, test = rows[arm], rows[arm]["test"]
             share = f"{_survives(arm, row, rows)} of the gain survives, " if gains(rows) else ""
             if test["difference"] == test["low"] == test["high"] == 0:
@@ -239,6 +284,24 @@ def sentences(block: Mapping[str, Any]) -> list[str]:
         seeds = ", ".join(map(str, problems))
         told.append(f"Under {arm}, seed {seeds} has no result: {next(iter(problems.values()))}")
     return told
+
+
+def _moved(domain: str, row: Mapping[str, Any], metric: str) -> str:
+    """The transfer of one domain in a sentence."""
+    users = f"users [{row['low']:+.4f}, {row['high']:+.4f}]" if row["low"] is not None else "users"
+    seeds = "one seed"
+    if row["seeds_low"] is not None:
+        seeds = f"{len(row['seeds'])} seeds [{row['seeds_low']:+.4f}, {row['seeds_high']:+.4f}]"
+    if row["difference"] == 0:
+        verdict = "nothing"
+    elif not row["beyond_chance"]:
+        verdict = "no more than chance"
+    else:
+        verdict = "beyond chance" if row["difference"] > 0 else "beyond chance, and a loss"
+    return (
+        f"{domain}: transfer (joint less solo) is {row['difference']:+.4f} in {metric}, over {users} and "
+        f"{seeds}: {verdict} (p {_is(row['p_holm'])})."
+    )
 
 
 def _is(p: float) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from crossfed.platform.method import (
+    SERVER,
     Context,
     Direction,
     Field,
@@ -49,6 +50,7 @@ def twins(path: Path, n_users: int = 60, n_items: int = 1000) -> Path:
 class Config(MethodConfig):
     rounds: int = 3
     fault: bool = False
+    patience: int | None = None
 
 
 class Ranker:
@@ -74,6 +76,8 @@ def tell(state: Ranker, inbox: Mapping, ctx: Context) -> Out:
 
 def copy(state: Ranker, inbox: Mapping, ctx: Context) -> Out:
     """Rank by the peer's demand."""
+    if not inbox:  # alone
+        return Out()
     (payload,) = inbox.values()
     if payload["demand"].any():
         state.scores = np.array(payload["demand"])
@@ -113,4 +117,58 @@ FIELDS = (
 )
 COPIES = _method("copies", Stage("talk", 0, (Phase(tell), Phase(copy)), edges=PEER), FIELDS)
 DEAF = _method("deaf", Stage("talk", 0, (Phase(tell), Phase(learn)), edges=PEER), FIELDS)
+
+
+class Pooler:
+    """A server's state: how often it has answered."""
+
+    def __init__(self, config: Config, ctx: Context):
+        self.answers = 0
+
+
+def hand_in(state: Ranker, inbox: Mapping, ctx: Context) -> Out:
+    """The own demand, to the server."""
+    return Out({SERVER: {"demand": state.demand}})
+
+
+def add_up(state: Pooler, inbox: Mapping, ctx: Context) -> Out:
+    """The sum of what came, and how many domains it is of; the same to all."""
+    state.answers += 1
+    total = np.sum([payload["demand"] for payload in inbox.values()], axis=0, dtype=np.float32)
+    told = {"total": total, "of": np.array([len(inbox)], np.int64)}
+    return Out(dict.fromkeys(ctx.peers, told), {"answers": state.answers, "peers": len(ctx.peers)})
+
+
+def follow(state: Ranker, inbox: Mapping, ctx: Context) -> Out:
+    """Rank by the sum; say how much of it is another's, and how many were in it."""
+    total = inbox[SERVER]["total"]
+    state.scores = np.array(total) + ctx.rng.normal(size=len(total)).astype(np.float32) * 1e-3
+    foreign = float(np.abs(total - state.demand).max())
+    return Out(metrics={"foreign": foreign, "of": float(inbox[SERVER]["of"][0]), "peers": len(ctx.peers)})
+
+
+SUMS = Method(
+    name="sums", title="Toy sums", paper="none", Config=Config,
+    stages=lambda c: (
+        Stage(
+            "sum", c.rounds, (Phase(hand_in), Phase(add_up, "server"), Phase(follow)),
+            edges=frozenset({Direction.UP, Direction.DOWN}), patience=c.patience,
+        ),
+    ),
+    init_domain=Ranker, init_server=Pooler, score=_score,
+    fields=(
+        Field("demand", Direction.UP, ("n_items",), "how often every item was bought"),
+        Field("total", Direction.DOWN, ("n_items",), "the sum over domains"),
+        Field("of", Direction.DOWN, (1,), "how many domains", dtype="int64"),
+    ),
+    state_dict=lambda s: {"answers": s.answers} if isinstance(s, Pooler) else {"scores": s.scores},
+    load_state_dict=lambda s, saved: (
+        setattr(s, "answers", saved["answers"])
+        if isinstance(s, Pooler)
+        else setattr(s, "scores", np.array(saved["scores"]))
+    ),
+    export=lambda s: {"scores": torch.from_numpy(s.scores), "n_users": torch.tensor(s.n_users)},
+    score_exported=lambda exported, users: exported["scores"].expand(len(users), -1),
+)  # fmt: skip
+"""Averaging over a server, whose answer holds a domain's own share."""
 ALONE = _method("alone", Stage("guess", 0, (Phase(guess),)), (), Scope.LOCAL)

@@ -340,7 +340,7 @@ def test_several_interaction_files_of_one_domain(tmp_path):
         (b"<!DOCTYPE html><html>", "is a web page, not data"),
         (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
         (b"\xd0\xcf\x11\xe0abc", "is an Excel workbook of the old kind"),
-        (gzip.compress(gzip.compress(PLAIN.encode())), "is compressed twice"),
+        (gzip.compress(gzip.compress(PLAIN.encode(), mtime=0), mtime=0), "is compressed twice"),
         (json.dumps({"user": {"0": "u"}, "item": {"0": "i"}}).encode(), "is one JSON object of columns"),
         (b"SQLite format 3\0", "is an SQLite database"),
         (

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from crossfed.platform.config.settings import RunConfig, Synthetic
 from crossfed.platform.data.artifacts import ArtifactStore
 from crossfed.platform.data.store import PreparedData
-from crossfed.platform.data.synthetic import PRESETS, ensure, generate, shops
+from crossfed.platform.data.synthetic import _SHARED, DIALS, PRESETS, ensure, generate, shops
 from crossfed.platform.errors import CrossfedError
 
 
@@ -243,3 +244,79 @@ def test_size_of_amazon_books_and_movies(tmp_path: Path) -> None:
     assert data.manifest["overlap"][0]["users"] == 18_031
     assert abs(data.manifest["domains"]["books"]["interactions"] / 8_890_000 - 1) < 0.01
     assert abs(data.manifest["domains"]["movies"]["interactions"] / 1_690_000 - 1) < 0.01
+
+
+# -- dials ---------------------------------------------------------------------------------------------------------
+
+
+def liked_together(data: PreparedData, name: str) -> npt.NDArray[np.float64]:
+    """How often the words of an attribute are liked by the same users, beyond chance, [16, 16].
+
+    Of users' shares s of the words of their items: the correlations of the columns of s.
+    """
+    notes = _SHARED["note"]
+    texts = data.item_texts(name)
+    word = np.array([next(i for i, w in enumerate(notes) if w in text.lower()) for text in texts])
+    users, items, _ = data.interactions(name)
+    counts = np.zeros((data.sizes(name)[0], len(notes)))
+    np.add.at(counts, (users, word[items]), 1)
+    return np.corrcoef((counts / counts.sum(1, keepdims=True)).T)
+
+
+def agreement(data: PreparedData) -> float:
+    """Correlation between two shops of which words are liked together."""
+    one, two = (liked_together(data, name)[np.triu_indices(16, 1)] for name in data.domains[:2])
+    return float(np.corrcoef(one, two)[0, 1])
+
+
+@pytest.fixture(scope="module")
+def dialled(tmp_path_factory: pytest.TempPathFactory) -> dict[float, PreparedData]:
+    folder = tmp_path_factory.mktemp("dials")
+    sizes = {"domains": 2, "users": 4000, "items": 800, "interactions_per_user": 12}
+    return {shared: generate(folder / str(shared), **sizes, shared=shared) for shared in (0.0, 0.5, 1.0)}
+
+
+def test_what_is_liked_together_is_common_by_as_much_as_the_dial_says(dialled: dict[float, PreparedData]) -> None:
+    found = {shared: agreement(data) for shared, data in dialled.items()}
+    assert abs(found[0.0]) < 0.3 < found[1.0]
+    assert found[0.0] < found[0.5] < found[1.0]
+
+
+def test_the_dial_changes_nobody_else(dialled: dict[float, PreparedData]) -> None:
+    """The same users as often, and the same item ids, whatever is shared."""
+    for name in dialled[0.0].domains:
+        one, other = (dialled[shared] for shared in (0.0, 1.0))
+        assert one.user_ids(name) == other.user_ids(name) and one.sizes(name) == other.sizes(name)
+        counts = [np.bincount(data.interactions(name)[0]) for data in (one, other)]
+        assert np.array_equal(*counts)
+
+
+def test_text_without_taste_says_nothing_of_who_likes_what(tmp_path: Path) -> None:
+    """Which words are liked together is then chance: the mean |correlation| of two words falls to that of noise."""
+    sizes = {"domains": 1, "users": 4000, "items": 800, "interactions_per_user": 12}
+    told, untold = (generate(tmp_path / str(dial), **sizes, taste_in_text=dial) for dial in (True, False))
+    sizes_of = [np.abs(liked_together(data, "kitchen")[np.triu_indices(16, 1)]).mean() for data in (told, untold)]
+    assert sizes_of[1] < 0.75 * sizes_of[0]
+    for part in (0, 1, 2):  # who buys what is the same
+        assert np.array_equal(told.interactions("kitchen")[part], untold.interactions("kitchen")[part])
+
+
+def test_the_smallest_domain_is_as_small_as_wanted(tmp_path: Path) -> None:
+    data = generate(tmp_path / "x", domains=3, users=600, items=100, interactions_per_user=7, smallest=0.25)
+    assert [data.sizes(name)[0] for name in data.domains] == [600, 600, 150]
+
+
+def test_dials_as_by_default_leave_no_trace(small: PreparedData, tmp_path: Path) -> None:
+    again = generate(tmp_path / "again", **PRESETS["small"], **DIALS)
+    assert hashes(again.path) == hashes(small.path)
+    tiny = {"domains": 1, "users": 40, "items": 30, "interactions_per_user": 6}
+    assert ensure(tmp_path / "kept", **tiny) == ensure(tmp_path / "kept", **tiny, **DIALS)
+    assert ensure(tmp_path / "kept", **tiny) != ensure(tmp_path / "kept", **tiny, shared=0.5)
+    base = RunConfig(method="lightgcn")
+    assert base.model_copy(update={"synthetic": Synthetic(shared=0.5)}).hash() != base.hash()
+
+
+@pytest.mark.parametrize("dial", [{"shared": 1.5}, {"shared": -0.1}, {"smallest": 0.0}, {"smallest": 2.0}])
+def test_dials_that_are_no_share_are_refused(dial: dict[str, float], tmp_path: Path) -> None:
+    with pytest.raises(CrossfedError, match=f"{next(iter(dial))} is .*; it is a share of"):
+        generate(tmp_path / "x", **dial)

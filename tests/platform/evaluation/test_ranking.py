@@ -258,3 +258,27 @@ def test_nobody_to_rank_is_an_error():
 def test_cut_offs_must_be_positive(ks):
     with pytest.raises(CrossfedError, match="cut-offs"):
         run(np.zeros((1, 3)), np.zeros((1, 3), bool), np.eye(1, 3, dtype=bool), ks)
+
+
+def test_mrr_without_a_cut_off_is_the_place_of_the_first_hit_in_the_whole_order() -> None:
+    """Against a sort of all unseen items by (score falling, free before held out), with many ties, in two block sizes."""
+    rng = np.random.default_rng(0)
+    n_users, n_items = 30, 40
+    scores = rng.integers(0, 6, (n_users, n_items)).astype(np.float32)
+    scores[3] = -np.inf
+    items = [rng.permutation(n_items) for _ in range(n_users)]
+    seen, truth = [row[:5] for row in items], [row[5 : 5 + rng.integers(1, 4)] for row in items]
+    pointers = [np.concatenate([[0], np.cumsum([len(row) for row in rows])]) for rows in (seen, truth)]
+    flat = [np.concatenate(rows) for rows in (seen, truth)]
+    expected = []
+    for user in range(n_users):
+        left = [i for i in range(n_items) if i not in seen[user]]
+        order = sorted(left, key=lambda i, user=user: (-scores[user, i], i in truth[user]))
+        expected.append(1 / (1 + min(order.index(i) for i in truth[user])))
+    for block in (None, n_items * 4):
+        found = rank(
+            lambda users: torch.from_numpy(scores[users]), np.arange(n_users),
+            pointers[0], flat[0], pointers[1], flat[1], n_items, [5], block_entries=block, whole=True,
+        )  # fmt: skip
+        np.testing.assert_allclose(found.per_user["mrr"], expected)
+        assert found.macro["mrr"] == pytest.approx(np.mean(expected))

@@ -12,7 +12,7 @@ import pytest
 
 from crossfed.platform.config.settings import RunConfig, build
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.federation.controls import CONTROLS, Delivery, noise, shuffle
+from crossfed.platform.federation.controls import CONTROLS, MEANING, PEERS, Delivery, noise, shuffle
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.run import RunResult
 from crossfed.platform.federation.runs import stored_config
@@ -289,3 +289,149 @@ def test_runs_that_differ_in_the_control_only_are_different_rows(tmp_path: Path)
         "fedcrf (control=none)": 2,
         "fedcrf (control=noise)": 2,
     }
+
+
+# -- what other domains contributed, and nobody else ---------------------------------------------------------------
+
+
+def by_name(run: RunResult, name: str) -> dict[str, list[float]]:
+    """A training metric of the two twins, round by round."""
+    return {d: [row["metrics"][f"train/{d}/{name}"] for row in history(run)] for d in ("left", "right")}
+
+
+def sums(data: Path, out: Path, *sets: str, **more: Any) -> RunResult:
+    return run_recorded(config("toy_controls:SUMS", data, out, *sets, **more), finish=final_test)
+
+
+@pytest.mark.parametrize("control", PEERS)
+def test_only_what_others_contributed_is_replaced(control: Any) -> None:
+    deliver, sent = Delivery(control, 0, "server"), inbox(0)
+    deliver("s", 1, "each", 0, inbox(1), "x")  # what is stale afterwards
+    got = deliver("s", 2, "each", 0, sent, "x")
+    for key in ("a", "b"):
+        assert got["x"][key] is sent["x"][key]
+        assert not np.array_equal(got["y"][key], sent["y"][key])
+        assert not got["y"][key].flags.writeable
+    answer = {"server": sent["x"], "y": sent["y"]}
+    got = Delivery(control, 0, "x")("s", 1, "each", 0, answer)
+    assert got["server"] is sent["x"], "the server's answer was made of replaced uploads already"
+    assert control == "peers-stale" or not np.array_equal(got["y"]["a"], sent["y"]["a"])
+
+
+def test_solo_delivers_nothing_of_others() -> None:
+    deliver = Delivery("solo", 0, "server")
+    assert list(deliver("s", 1, "each", 0, inbox(0), "y")) == ["y"]
+    answer = {"server": inbox(0)["x"], "y": inbox(0)["y"]}
+    assert list(Delivery("solo", 0, "x")("s", 1, "each", 0, answer)) == ["server"]
+
+
+def test_a_domain_alone_hears_of_nobody(data: Path, tmp_path: Path) -> None:
+    """The sum that a twin is answered is its own demand, of one domain, and it is told of no peers."""
+    joint, solo = (sums(data, tmp_path, f"control={control}") for control in ("none", "solo"))
+    for name, honest, alone in (("of", 2, 1), ("peers", 1, 0)):
+        assert by_name(joint, name) == dict.fromkeys(("left", "right"), [float(honest)] * 3)
+        assert by_name(solo, name) == dict.fromkeys(("left", "right"), [float(alone)] * 3)
+    assert all(value > 0 for row in by_name(joint, "foreign").values() for value in row)
+    assert by_name(solo, "foreign") == dict.fromkeys(("left", "right"), [0.0] * 3)
+    assert [row["metrics"]["train/server/answers"] for row in history(solo)] == [1.0, 2.0, 3.0]
+    assert [row["metrics"]["train/server/peers"] for row in history(solo)] == [1.0] * 3
+
+
+def test_all_alone_at_once_is_each_by_itself(data: Path, tmp_path: Path) -> None:
+    """Bit for bit, early stopping included: what selects and stops is a domain's own validation metric."""
+    sets = ("control=solo", "rounds=6", "patience=1")
+    both = sums(data, tmp_path, *sets)
+    stopped = set()
+    for name in ("left", "right"):
+        values = config("toy_controls:SUMS", data, tmp_path, *sets)
+        one = run_recorded(values.model_copy(update={"domains": (name,)}), finish=final_test)
+        mine = both.result["domains"][name]
+        for part in ("validation", "test"):
+            assert one.result["domains"][name][part] == mine[part]
+        assert one.result["domains"][name]["selected"]["round"] == mine["selected"]["round"]
+        stopped.add(one.result["domains"][name]["selected"]["rounds"])
+    assert max(stopped) < 6, "the toy is to stop early, or this shows nothing"
+
+
+@pytest.mark.parametrize("control", PEERS)
+def test_a_mean_keeps_a_domains_own_share(control: str, data: Path, tmp_path: Path) -> None:
+    """Replacing all of the sum leaves nothing of a gain; replacing the peer's part of it leaves the own."""
+    honest, peers = sums(data, tmp_path), sums(data, tmp_path, f"control={control}")
+    assert ledger(peers).count("\n") == ledger(honest).count("\n")
+    assert peers.result["bytes"] == honest.result["bytes"]
+    if control == "peers-stale":  # the toy's demand never changes
+        assert by_name(peers, "foreign") == by_name(honest, "foreign")
+        return
+    # of shuffled rows the largest stays
+    assert (by_name(peers, "foreign") == by_name(honest, "foreign")) == (control == "peers-shuffle")
+    found = {
+        name: np.mean([row["test"]["recall_at_20"] for row in run.result["domains"].values()])
+        for name, run in (("peers", peers), ("all", sums(data, tmp_path, f"control={control[6:]}")))
+    }
+    # noise is weaker than the own share; a shuffled peer puts as many others beside the twenty
+    assert found["peers"] > (0.95 if control == "peers-noise" else 0.35)
+    assert found["all"] < 0.2
+
+
+@pytest.mark.parametrize("fault", ["forgets a key", "hears a peer"])
+def test_an_instrument_that_is_broken_is_noticed(
+    fault: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The assertions above fail for a control that forgets one key, and for a solo that still hears a peer."""
+    deliver = Delivery.__call__
+
+    def broken(self: Delivery, *place: Any) -> Any:
+        got, sent = dict(deliver(self, *place)), place[4]
+        if fault == "forgets a key":
+            return {
+                name: {**payload, "b": sent[name]["b"]} if "b" in payload else payload for name, payload in got.items()
+            }
+        return sent
+
+    monkeypatch.setattr(Delivery, "__call__", broken)
+    with pytest.raises(AssertionError):
+        if fault == "forgets a key":
+            test_only_what_others_contributed_is_replaced("peers-noise")
+        else:
+            test_a_domain_alone_hears_of_nobody(data, tmp_path)
+
+
+@pytest.mark.parametrize("control", ["solo", "peers-noise", "peers-stale"])
+def test_a_server_for_every_domain_resumes_to_the_same_bits(control: str, data: Path, tmp_path: Path) -> None:
+    sets = ("rounds=4", f"control={control}", "patience=2")
+    straight = sums(data, tmp_path / "straight", *sets)
+
+    class Stop(Exception):
+        pass
+
+    def stop(row: Any) -> None:
+        if row.step == 2:
+            raise Stop
+
+    broken: list[Path] = []
+    with pytest.raises(Stop):
+        run_recorded(
+            config("toy_controls:SUMS", data, tmp_path / "broken", *sets), on_round=stop, started=broken.append
+        )
+    resumed = run_recorded(stored_config(broken[0]), resume=broken[0], finish=final_test)
+    assert numbers(resumed) == numbers(straight) and history(resumed) == history(straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("control", ["solo", "peers-noise"])
+def test_a_server_for_every_domain_is_the_same_on_ray(
+    control: str, data: Path, tmp_path: Path, ray_cluster: None
+) -> None:
+    runs = [sums(data, tmp_path / b, f"control={control}", backend=b) for b in ("inprocess", "ray")]
+    assert numbers(runs[0]) == numbers(runs[1]) and history(runs[0]) == history(runs[1])
+
+
+def test_every_control_has_a_hash_of_its_own(data: Path, tmp_path: Path) -> None:
+    hashes = {config("toys:AVERAGE", data, tmp_path, f"control={c}").hash() for c in MEANING}
+    assert len(hashes) == len(MEANING) == 7
+
+
+def test_a_federation_of_one_is_refused_without_the_control(data: Path, tmp_path: Path) -> None:
+    values = config("toy_controls:SUMS", data, tmp_path).model_copy(update={"domains": ("left",)})
+    with pytest.raises(CrossfedError, match="needs at least two domains, but got left alone"):
+        run_recorded(values)

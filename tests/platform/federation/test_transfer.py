@@ -18,10 +18,14 @@ from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation import transfer
 from crossfed.platform.federation.controls import CONTROLS
 from crossfed.platform.federation.final import test_once as final_test
-from crossfed.platform.federation.transfer import ARMS, Arm, LocalVariant, local_variant, run_arms
+from crossfed.platform.federation.transfer import Arm, LocalVariant, local_variant, run_arms
+from crossfed.platform.federation.transfer import arms as all_arms
 from crossfed.platform.report.recording import run_recorded
 from crossfed.platform.report.transfer import gains, measure, sentences, table
 from toy_controls import twins
+
+ARMS = ("local", "solo", "honest", *CONTROLS)
+"""Those of a toy without a server."""
 
 
 def config(method: str, data: Path, out: Path, *sets: str, seed: int = 0) -> RunConfig:
@@ -55,11 +59,11 @@ def copies(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 def test_every_arm_is_one_run_per_seed(copies: tuple[Path, list[Arm]]) -> None:
     run_dir, arms = copies
     assert [(arm.name, arm.seed) for arm in arms] == [(name, seed) for seed in (0, 1) for name in ARMS]
-    assert arms[1].path == run_dir and len({arm.path for arm in arms}) == 10
+    assert arms[2].path == run_dir and len({arm.path for arm in arms}) == 12
     for arm in arms:
         result = read_json(arm.path / "result.json")
         assert result["seed"] == arm.seed and result["config"]["rounds"] == 3
-        assert result["control"] == (arm.name if arm.name in CONTROLS else "none")
+        assert result["control"] == (arm.name if arm.name not in ("local", "honest") else "none")
         assert result["method"] == ("toy_controls:ALONE" if arm.name == "local" else "toy_controls:COPIES")
 
 
@@ -96,10 +100,10 @@ def test_an_interrupt_is_gone_on_from(copies: tuple[Path, list[Arm]], tmp_path: 
         beside(here, 1, interrupted)
     said: list[str] = []
     again = beside(here, 1, said=said)
-    assert [arm.path for arm in again[:3]] == [calls[0], here, calls[1]]
-    assert said[0].endswith(f"{calls[0]}, which is there already") and said[2].endswith(f"going on with {calls[1]}")
-    assert len(list(tmp_path.glob("*/result.json"))) == 5
-    for mine, other in zip(again, arms[:5], strict=True):
+    assert [arm.path for arm in again[:3]] == [calls[0], calls[1], here]
+    assert said[0].endswith(f"{calls[0]}, which is there already") and said[1].endswith(f"going on with {calls[1]}")
+    assert len(list(tmp_path.glob("*/result.json"))) == 6
+    for mine, other in zip(again, arms[:6], strict=True):
         assert read_json(mine.path / "result.json")["domains"] == read_json(other.path / "result.json")["domains"]
 
 
@@ -119,7 +123,7 @@ def test_a_control_that_breaks_the_method_is_told_and_the_others_go_on(data: Pat
 def test_what_cannot_be_compared_is_refused(copies: tuple[Path, list[Arm]], data: Path, tmp_path: Path) -> None:
     _, arms = copies
     with pytest.raises(CrossfedError, match="ran under the control noise; name the honest run"):
-        beside(arms[2].path, 1)
+        beside(arms[3].path, 1)
     trial = run_recorded(config("toy_controls:COPIES", data, tmp_path)).run_dir
     with pytest.raises(CrossfedError, match="has no test metrics: it has not finished, or it is a trial of a search"):
         beside(trial, 1)
@@ -182,7 +186,47 @@ def test_a_copied_gain_does_not_survive(copies: tuple[Path, list[Arm]]) -> None:
             assert row["test"]["p_holm"] < 1e-6 and row["test"]["difference"] < -0.8
     text = table(block).markdown()
     assert "| left | stale | the first round's | 2 |" in text and "| 0 % [0, 0] |" in text
-    assert sentences(block)[0].startswith("left: +0.9") and "p < 0.0001" in sentences(block)[0]
+    assert sentences(block)[2].startswith("left: +0.9") and "p < 0.0001" in sentences(block)[2]
+
+
+def test_what_is_transferred_leads(copies: tuple[Path, list[Arm]]) -> None:
+    """Joint less solo from the files: per seed, and its Student's interval over the two seeds, t(.975, 1) = 12.7062."""
+    _, arms = copies
+    block = measure(arms, "recall_at_20")
+    for domain, row in block["transfer"].items():
+        values = {
+            (a.name, a.seed): read_json(a.path / "result.json")["domains"][domain]["test"]["recall_at_20"] for a in arms
+        }
+        one, two = (values["honest", seed] - values["solo", seed] for seed in (0, 1))
+        assert row["seeds"] == {0: pytest.approx(one), 1: pytest.approx(two)}
+        assert row["difference"] == pytest.approx((one + two) / 2)
+        half = 12.7062 * abs(one - two) / np.sqrt(2) / np.sqrt(2)
+        assert row["seeds_low"] == pytest.approx(row["difference"] - half, abs=1e-6)
+        assert row["low"] <= row["difference"] <= row["high"] and row["low"] > 0.8
+        assert (
+            row["beyond_chance"]
+            and block["domains"][domain]["solo"]["mean"] == block["domains"][domain]["local"]["mean"]
+        )
+    first = sentences(block)[0]
+    assert first.startswith("left: transfer (joint less solo) is +0.9") and "2 seeds [+0" in first
+    assert first.endswith(": beyond chance (p < 0.0001).")
+
+
+def test_transfer_that_seeds_do_not_agree_on_is_chance(copies: tuple[Path, list[Arm]]) -> None:
+    """With honest and solo swapped in one of two seeds the mean is about nought over users, and the seeds contradict."""
+    other = {"honest": "solo", "solo": "honest"}
+    swapped = [Arm(other.get(a.name, a.name) if a.seed else a.name, a.seed, a.path) for a in copies[1]]
+    row = measure(swapped, "recall_at_20")["transfer"]["left"]
+    assert row["seeds"][0] > 0.8 and row["seeds"][1] < -0.8
+    assert row["seeds_low"] < 0 < row["seeds_high"] and not row["beyond_chance"]
+
+
+def test_what_mixes_at_a_server_is_also_run_with_others_part_replaced(data: Path, tmp_path: Path) -> None:
+    for method, extra in (("COPIES", ()), ("SUMS", ("peers-noise",))):
+        run = config(f"toy_controls:{method}", data, tmp_path)
+        found = all_arms(run, run.model_copy(update={"method": "toy_controls:ALONE"}))
+        assert tuple(found) == (*ARMS, *extra)
+        assert all(one.control == name for name, one in found.items() if name not in ("local", "honest"))
 
 
 def test_numbers_by_hand(copies: tuple[Path, list[Arm]]) -> None:
@@ -214,7 +258,7 @@ def test_numbers_by_hand(copies: tuple[Path, list[Arm]]) -> None:
 
 
 def test_p_values_are_corrected_over_all_rows(copies: tuple[Path, list[Arm]]) -> None:
-    """Four tests in each of two domains. Holm's adjusted value of p is the largest (m - number smaller) · q of all q ≤ p."""
+    """Five tests in each of two domains. Holm's adjusted value of p is the largest (m - number smaller) · q of all q ≤ p."""
     _, arms = copies
     raw: dict[tuple[str, str], tuple[float, float]] = {}
     for domain in ("left", "right"):
@@ -233,7 +277,7 @@ def test_p_values_are_corrected_over_all_rows(copies: tuple[Path, list[Arm]]) ->
     for (domain, name), own in raw.items():
         adjusted = [
             max(
-                (8 - sum(r[kind] < q[kind] for r in raw.values())) * q[kind]
+                (10 - sum(r[kind] < q[kind] for r in raw.values())) * q[kind]
                 for q in raw.values()
                 if q[kind] <= own[kind]
             )
@@ -247,11 +291,16 @@ def test_a_deaf_method_keeps_all_of_its_gain(data: Path, tmp_path: Path) -> None
     block = measure(beside(run_dir, 1), "recall_at_20")
     for rows in block["domains"].values():
         assert gains(rows)
-        for control in CONTROLS:
+        for control in ("solo", *CONTROLS):
             row = rows[control]
             assert row["share"] == row["share_low"] == row["share_high"] == 1.0
             assert row["test"]["difference"] == 0.0 and row["test"]["p_holm"] == 1.0
-    assert "noise: 100 % [100, 100] of the gain survives, no user's value differs from the" in sentences(block)[0]
+    assert "noise: 100 % [100, 100] of the gain survives, no user's value differs from the" in sentences(block)[2]
+    assert (
+        sentences(block)[0].startswith("left: transfer (joint less solo) is +0.0000")
+        and ": nothing (p" in sentences(block)[0]
+    )
+    assert not any(row["beyond_chance"] for row in block["transfer"].values())
 
 
 def test_without_a_gain_there_is_no_share(copies: tuple[Path, list[Arm]]) -> None:
@@ -260,7 +309,7 @@ def test_without_a_gain_there_is_no_share(copies: tuple[Path, list[Arm]]) -> Non
     block = measure([Arm(other.get(a.name, a.name), a.seed, a.path) for a in copies[1]], "recall_at_20")
     assert not gains(block["domains"]["left"]) and block["domains"]["left"]["noise"]["share"] is None
     assert {row[6] for row in table(block).rows} == {"–", "no gain to lose"}
-    assert sentences(block)[0].startswith("left: worse in Recall@20 than toy_controls:COPIES (")
+    assert sentences(block)[2].startswith("left: worse in Recall@20 than toy_controls:COPIES (")
 
 
 def test_the_numbers_survive_the_way_through_a_file(copies: tuple[Path, list[Arm]], tmp_path: Path) -> None:

@@ -190,10 +190,11 @@ def test_the_command_writes_the_page_and_the_controls(tmp_path: Path, monkeypatc
     run_dir = run("toy_controls:COPIES", twins(tmp_path / "twins", n_users=30, n_items=300), tmp_path)
     command = ["audit", run_dir.name, "--out", str(tmp_path), "--controls", "--seeds", "1", "--progress", "quiet"]
     done = CliRunner().invoke(app, [*command, "--local", "toy_controls:ALONE"], catch_exceptions=False)
-    assert done.exit_code == 0 and "5 of 5: stale, seed 0: running" in done.output
+    assert done.exit_code == 0 and "6 of 6: stale, seed 0: running" in done.output
     assert logged == [run_dir / name for name in ("controls.json", "controls.md", "audit.md", "audit.html")]
     table = (run_dir / "controls.md").read_text()
     assert table in done.output and "| left | honest | what was sent | 1 | **1.0000** |" in table
+    assert "left: transfer (joint less solo) is +0." in done.output and "| left | solo | nothing: a fed" in table
     markdown, html = ((run_dir / f"audit.{kind}").read_text() for kind in ("md", "html"))
     for title in ("What left each domain", ATTACK, ACCOUNT, "Transfer controls"):
         assert f"## {title}\n" in markdown and f"<h2>{title}</h2>" in html
