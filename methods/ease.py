@@ -46,7 +46,16 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from crossfed.methods.parts.item_based import ItemBased, listed, train, user_items
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.method import RANKING, Context, Interactions, Method, MethodConfig, Phase, Scope, Stage
+from crossfed.platform.method import (
+    RANKING,
+    Context,
+    Interactions,
+    Method,
+    MethodConfig,
+    Phase,
+    Scope,
+    Stage,
+)
 
 MATRICES = 3
 """Dense [n_items, n_items] float32 matrices held at once: a factor, the inverse made of it, and
@@ -56,11 +65,16 @@ B."""
 class Config(MethodConfig):
     """Regularisation, side information, and what may be spent. ◇: chosen here."""
 
-    l2: PositiveFloat = Field(250.0, description="λ of Eq. (3) (the paper: 200 to 1000, by data set)")
-    text: NonNegativeFloat = Field(0.0, description="α of Eq. (4), weight of item text; 0 is EASE ◇")
+    l2: PositiveFloat = Field(
+        250.0, description="λ of Eq. (3) (the paper: 200 to 1000, by data set)"
+    )
+    text: NonNegativeFloat = Field(
+        0.0, description="α of Eq. (4), weight of item text; 0 is EASE ◇"
+    )
     history: Literal["train", "known"] = Field(
         "train",
-        description="items to recommend from: those trained on, or all that are known when ranking ◇",
+        description="items to recommend from: those trained on, or all that are known when "
+        "ranking ◇",
         json_schema_extra=RANKING,
     )
     memory_gb: PositiveFloat = Field(
@@ -116,8 +130,10 @@ def check_memory(node: str, n_items: int, limit: float) -> None:
     """Raise CrossfedError where a catalogue needs more than `limit` GB."""
     if (needed := needed_gb(n_items)) > limit:
         raise CrossfedError(
-            f"Domain {node}: EASE over {n_items:,} items holds {MATRICES} dense item-item matrices, {needed:,.1f} GB, and "
-            f"memory_gb allows {limit:g}; raise memory_gb if the machine has it, or use itemknn, whose matrix is sparse."
+            f"Domain {node}: EASE over {n_items:,} items holds {MATRICES} dense item-item "
+            f"matrices, {needed:,.1f} GB, and "
+            f"memory_gb allows {limit:g}; raise memory_gb if the machine has it, or use "
+            f"itemknn, whose matrix is sparse."
         )
 
 
@@ -125,7 +141,9 @@ def fit(
     data: Interactions, text: npt.NDArray[np.float32], config: Config, device: torch.device
 ) -> npt.NDArray[np.float32]:
     """B of one domain, in main memory, solved on its device."""
-    b: npt.NDArray[np.float32] = weights(gram(data, text, config).to(device), config.l2).cpu().numpy()
+    b: npt.NDArray[np.float32] = (
+        weights(gram(data, text, config).to(device), config.l2).cpu().numpy()
+    )
     return b
 
 

@@ -1,9 +1,11 @@
-"""FedCGR: federated generation of semantic IDs; the server answers every domain with an average of its own.
+"""FedCGR: federated generation of semantic IDs; the server answers every domain with an average of
+its own.
 
 Paper
-    Liu et al., "FedCGR: Federated Cross-Domain Generative Recommendation", arXiv 2608.10929 v1. Items of all domains speak one
-    language, the semantic IDs of a frozen tokeniser. Stage "cf" is local: SASRec's item embeddings, then frozen. Stage
-    "federated" trains a generator, whose shared parameters come back averaged by how alike the domains' prototypes are.
+    Liu et al., "FedCGR: Federated Cross-Domain Generative Recommendation", arXiv 2608.10929 v1.
+    Items of all domains speak one language, the semantic IDs of a frozen tokeniser. Stage "cf" is
+    local: SASRec's item embeddings, then frozen. Stage "federated" trains a generator, whose shared
+    parameters come back averaged by how alike the domains' prototypes are.
 
     =====  =====================================  ================================================
     no.    section, what                          here
@@ -40,39 +42,49 @@ Notation
 
 What crosses
     up:   the shared parameters (5.15 M at the paper's sizes, 20.6 MB), the prototype p [dim], the number n of instances.
-    down: the domain's own average of the shared parameters.
-    Never: domain embedding, gate, adapter, dense head, private experts and their router rows, CF embeddings, reliabilities.
-    A prototype is a mean over users' histories without noise: what it tells about a domain with few users is not bounded.
+    down: the domain's own average of the shared parameters. Never: domain embedding, gate, adapter,
+    dense head, private experts and their router rows, CF embeddings, reliabilities. A prototype is
+    a mean over users' histories without noise: what it tells about a domain with few users is not
+    bounded.
 
 Departures
-    - Items that share a semantic ID are ordered by training popularity, not by that of the validation items.
+    - Items that share a semantic ID are ordered by training popularity, not by that of the
+      validation items.
     - Positions are counted from the last item of a history.
-    - Without gain over a single query there is no self-attention in the decoder; see `parts.generative`.
+    - Without gain over a single query there is no self-attention in the decoder; see
+      `parts.generative`.
     - At width 256 a prototype is 1,024 bytes, a kilobyte and not less.
 
 Not stated in the paper
     - Every item with at least one item before it is a training instance, n_i their number.
-    - f_ctx of Eq. (21) is the sum, and the decoder's nets have four times the width: what is counted (20.6 MB, and 17.4 MB for
-      TIGER) leaves no room for a learned map. Position, level and start embeddings are shared, like all that is not listed
-      as local.
-    - e^cf are the item embeddings of SASRec trained with cross-entropy over all items; its dropout, rate and batches.
-    - Weights start at N(0, 0.02²), embeddings too (`embedding_std`). It decides whether Eq. (20) tells domains apart: the CF
-      adapter ends in a layer norm, so that beside embeddings that small an item is nearly its CF residual, in coordinates
-      that no two domains share, and prototypes of different domains are orthogonal before anything is trained (cosines
-      -.1 to .3 with the preset `small`; with deviation 0.2 .67 to .78, with 1 .92 to .95).
+    - f_ctx of Eq. (21) is the sum, and the decoder's nets have four times the width: what is
+      counted (20.6 MB, and 17.4 MB for TIGER) leaves no room for a learned map. Position, level and
+      start embeddings are shared, like all that is not listed as local.
+    - e^cf are the item embeddings of SASRec trained with cross-entropy over all items; its dropout,
+      rate and batches.
+    - Weights start at N(0, 0.02²), embeddings too (`embedding_std`). It decides whether Eq. (20)
+      tells domains apart: the CF adapter ends in a layer norm, so that beside embeddings that small
+      an item is nearly its CF residual, in coordinates that no two domains share, and prototypes of
+      different domains are orthogonal before anything is trained (cosines -.1 to .3 with the preset
+      `small`; with deviation 0.2 .67 to .78, with 1 .92 to .95).
     - p̄ of Eq. (17) is not of length one, so that its share in Eq. (18) is more than 1 - β.
     - A batch holds windows of similar length; the negatives of Eq. (12) are such windows' targets.
-    - The gate starts at ½. Router rows have no bias. Routing weights are the top two probabilities, divided by their sum.
-    - L_aux counts real positions only and is the mean over encoder layers; f_j is the share of all choices.
-    - L_dense is as printed: an item that is the target of two instances of a batch is a negative of itself.
-    - The prototype's mean is over up to `prototype_users` users drawn anew each round, without dropout, after local training
-      and before averaging; p starts at zero, so that the first p is the first mean, normalised.
-    - Adam; its moments stay with their domain. The learning rate changes between rounds, not within. Gradients of shared and
-      local parameters are clipped together.
-    - What is evaluated, kept and recommended with is the domain's average beside its local parameters, as at the start of a
-      round.
-    - `ablation="fedavg"`: where the paper averages all experts, there are N_s + 1 shared ones and no private one.
-      `ablation="split"`: one shared net of the width of an expert. Without the CF residual the dense head stays.
+    - The gate starts at ½. Router rows have no bias. Routing weights are the top two probabilities,
+      divided by their sum.
+    - L_aux counts real positions only and is the mean over encoder layers; f_j is the share of all
+      choices.
+    - L_dense is as printed: an item that is the target of two instances of a batch is a negative of
+      itself.
+    - The prototype's mean is over up to `prototype_users` users drawn anew each round, without
+      dropout, after local training and before averaging; p starts at zero, so that the first p is
+      the first mean, normalised.
+    - Adam; its moments stay with their domain. The learning rate changes between rounds, not
+      within. Gradients of shared and local parameters are clipped together.
+    - What is evaluated, kept and recommended with is the domain's average beside its local
+      parameters, as at the start of a round.
+    - `ablation="fedavg"`: where the paper averages all experts, there are N_s + 1 shared ones and
+      no private one. `ablation="split"`: one shared net of the width of an expert. Without the CF
+      residual the dense head stays.
 """
 
 from __future__ import annotations
@@ -180,15 +192,21 @@ class Config(GeneratorConfig):
         0.1, description="τ_a, temperature of the personalised average (Figure 4); inf is FedAvg"
     )
     beta: float = Setting(0.9, ge=0, lt=1, description="β, momentum of the prototype")
-    prototype_users: int = Setting(1024, ge=1, description="users that a prototype is the mean of ◇")
+    prototype_users: int = Setting(
+        1024, ge=1, description="users that a prototype is the mean of ◇"
+    )
     rounds: int = Setting(40, ge=0, description="federated rounds at most")
     local_epochs: int = Setting(2, ge=1, description="E, local epochs in a round")
     warmup: int = Setting(5, ge=0, description="rounds in which the learning rate rises")
-    patience: int | None = Setting(None, ge=1, description="evaluations without a better one before stopping ◇")
+    patience: int | None = Setting(
+        None, ge=1, description="evaluations without a better one before stopping ◇"
+    )
     ablation: Ablation = Setting(
         "none",
-        description="a row of Table 5: w/o CF residual (cf), ρ (confidence), gate, dense head, ρ in its loss "
-        "(dense-confidence), personalised average and private experts (fedavg), prototype weights (prototype), experts (split), "
+        description="a row of Table 5: w/o CF residual (cf), ρ (confidence), gate, dense head, "
+        "ρ in its loss "
+        "(dense-confidence), personalised average and private experts (fedavg), prototype "
+        "weights (prototype), experts (split), "
         "private expert (private), or both (cf-fedavg)",
     )
 
@@ -239,7 +257,7 @@ class Config(GeneratorConfig):
         )  # fmt: skip
 
 
-# -- the reliability-aware interface -----------------------------------------------------------------------------
+# -- the reliability-aware interface ---------------------------------------------------------------
 
 
 class Adapter(nn.Module):
@@ -247,7 +265,11 @@ class Adapter(nn.Module):
 
     def __init__(self, cf_dim: int, dim: int, rate: float) -> None:
         super().__init__()
-        self.linear, self.norm, self.dropout = nn.Linear(cf_dim, dim), nn.LayerNorm(dim), Dropout(rate)
+        self.linear, self.norm, self.dropout = (
+            nn.Linear(cf_dim, dim),
+            nn.LayerNorm(dim),
+            Dropout(rate),
+        )
 
     def forward(self, e: Tensor) -> Tensor:
         return self.dropout(self.norm(self.linear(e)))  # type: ignore[no-any-return]
@@ -272,15 +294,19 @@ def cf_residual(adapted: Tensor, rho: Tensor, gate: Tensor | float) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """Eq. (10) and Eq. (11): rows of length one, of what the head predicts and of the targets' CF embeddings."""
+    """Eq. (10) and Eq. (11): rows of length one, of what the head predicts and of the targets' CF
+    embeddings.
+    """
     return F.normalize(x, dim=-1)
 
 
 def dense_loss(predicted: Tensor, target: Tensor, rho: Tensor, tau: float) -> Tensor:
-    """Eq. (12): -1/|B| Σ_n ρ_n log( exp(ẑ_n·z_n / τ) / Σ_m exp(ẑ_n·z_m / τ) ); no gradient reaches z.
+    """Eq. (12): -1/|B| Σ_n ρ_n log( exp(ẑ_n·z_n / τ) / Σ_m exp(ẑ_n·z_m / τ) ); no gradient reaches
+    z.
 
     Args:
-        predicted: ẑ, [b, cf_dim]. target: z, [b, cf_dim]; both of unit length. rho: of the targets, [b].
+        predicted: ẑ, [b, cf_dim]. target: z, [b, cf_dim]; both of unit length. rho: of the targets,
+            [b].
 
     Returns:
         A scalar.
@@ -289,7 +315,7 @@ def dense_loss(predicted: Tensor, target: Tensor, rho: Tensor, tau: float) -> Te
     return -(rho * logits.log_softmax(1).diagonal()).mean()
 
 
-# -- experts -----------------------------------------------------------------------------------------------------
+# -- experts ---------------------------------------------------------------------------------------
 
 
 def route(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -307,7 +333,8 @@ def route(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mixture(x: Tensor, experts: Sequence[nn.Module], chosen: Tensor, weights: Tensor) -> Tensor:
-    """Eq. (15): Σ over the chosen experts of a_e(x) E_e(x); an expert sees only those x that chose it.
+    """Eq. (15): Σ over the chosen experts of a_e(x) E_e(x); an expert sees only those x that chose
+    it.
 
     Args:
         x: [n, dim]. chosen, weights: [n, k], as from `route`.
@@ -323,7 +350,8 @@ def mixture(x: Tensor, experts: Sequence[nn.Module], chosen: Tensor, weights: Te
 
 
 def load_balance(p: Tensor, chosen: Tensor) -> Tensor:
-    """Eq. (16): N_e Σ_j f_j p_j, f the share of choices and p the mean probability per expert; 1 when both are even.
+    """Eq. (16): N_e Σ_j f_j p_j, f the share of choices and p the mean probability per expert; 1
+    when both are even.
 
     Args:
         p: [n, N_e]. chosen: int64 [n, k].
@@ -340,7 +368,8 @@ def expert_shares(p: Tensor, chosen: Tensor) -> Tensor:
 
 
 class SharedExperts(nn.Module):
-    """The part of a layer's experts that crosses: the shared ones and their router rows [n, dim]."""
+    """The part of a layer's experts that crosses: the shared ones and their router rows [n, dim].
+    """
 
     def __init__(self, n: int, dim: int, inner: int) -> None:
         super().__init__()
@@ -358,10 +387,12 @@ class PrivateExpert(nn.Module):
 
 
 class Local(nn.Module):
-    """What stays with the domain besides its embedding: gate, adapter, dense head, one expert per encoder layer.
+    """What stays with the domain besides its embedding: gate, adapter, dense head, one expert per
+    encoder layer.
 
     Attributes:
-        alpha: α, [1]; the gate is its sigmoid. Like the others None where an ablation leaves it out.
+        alpha: α, [1]; the gate is its sigmoid. Like the others None where an ablation leaves it
+            out.
     """
 
     def __init__(self, config: Config) -> None:
@@ -369,7 +400,9 @@ class Local(nn.Module):
         d, hidden = config.dim, config.dense_inner
         gated = config.residual and config.ablation != "gate"
         self.alpha = nn.Parameter(torch.empty(1)) if gated else None
-        self.adapter = Adapter(config.cf_dim, d, config.adapter_dropout) if config.residual else None
+        self.adapter = (
+            Adapter(config.cf_dim, d, config.adapter_dropout) if config.residual else None
+        )
         head = nn.Sequential(nn.Linear(d, hidden), nn.GELU(), nn.Linear(hidden, config.cf_dim))
         self.dense = head if config.dense else None
         layers = config.encoder_layers if config.private else 0
@@ -382,7 +415,8 @@ class Local(nn.Module):
 
 
 class Net(Generator):
-    """The generator with experts, and what stays with the domain: `local`, and its embedding, which is the `lead`.
+    """The generator with experts, and what stays with the domain: `local`, and its embedding, which
+    is the `lead`.
 
     Attributes:
         routed: per encoder layer of the last `encode`, probabilities and choices of its experts.
@@ -404,7 +438,9 @@ class Net(Generator):
         return SharedExperts(config.n_shared, config.dim, config.inner)
 
     def feed(self, layer: int, x: Tensor) -> Tensor:
-        """Eq. (15) at the real positions of a batch, over the union of shared and private experts: [n, dim] -> [n, dim]."""
+        """Eq. (15) at the real positions of a batch, over the union of shared and private experts:
+        [n, dim] -> [n, dim].
+        """
         shared: Any = self.encoder[layer].feed
         if not isinstance(shared, SharedExperts):
             return shared(x)  # type: ignore[no-any-return]
@@ -422,11 +458,13 @@ class Net(Generator):
         return super().encode(x, real)
 
 
-# -- prototypes and the server -----------------------------------------------------------------------------------
+# -- prototypes and the server ---------------------------------------------------------------------
 
 
 def mean_memory(pooled: Tensor) -> Tensor:
-    """Eq. (17): p̄ = 1/|S| Σ_u MeanPool(M_u), over item positions alone, without gradient. [users, dim] -> [dim]."""
+    """Eq. (17): p̄ = 1/|S| Σ_u MeanPool(M_u), over item positions alone, without gradient. [users,
+    dim] -> [dim].
+    """
     return pooled.detach().mean(0)
 
 
@@ -439,11 +477,14 @@ def cosines(prototypes: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """cos(p_i, p_j): [domains, dim] -> float64 [domains, domains]; equal pairs give equal bits."""
     p = np.asarray(prototypes, np.float64)
     length = np.sqrt((p**2).sum(1))
-    inner = np.stack([(p[i] * p).sum(1) for i in range(len(p))])  # a matrix product may round equal rows differently
+    # a matrix product may round equal rows differently
+    inner = np.stack([(p[i] * p).sum(1) for i in range(len(p))])
     return np.asarray(inner / np.maximum(length[:, None] * length, 1e-12), np.float64)
 
 
-def aggregation_weights(prototypes: npt.NDArray[Any], counts: npt.ArrayLike, tau_a: float) -> npt.NDArray[np.float64]:
+def aggregation_weights(
+    prototypes: npt.NDArray[Any], counts: npt.ArrayLike, tau_a: float
+) -> npt.NDArray[np.float64]:
     """Eq. (20): ω_ij = n_j exp(cos(p_i, p_j) / τ_a) / Σ_k n_k exp(cos(p_i, p_k) / τ_a).
 
     Args:
@@ -454,7 +495,8 @@ def aggregation_weights(prototypes: npt.NDArray[Any], counts: npt.ArrayLike, tau
         float64 [domains, domains]; every row sums to one.
     """
     told = cosines(prototypes)
-    affinity = np.exp((told - told.max(1, keepdims=True)) / tau_a)  # the largest is 1, so that nothing overflows
+    # the largest is 1, so that nothing overflows
+    affinity = np.exp((told - told.max(1, keepdims=True)) / tau_a)
     return np.stack([volume_weights(counts, row) for row in affinity])
 
 
@@ -462,7 +504,8 @@ def objective(terms: Mapping[str, Tensor], lambda_d: float, lambda_a: float) -> 
     """Eq. (24): L_sid + λ_d L_dense + λ_a L_aux + (μ/2)‖W_sh - W̄_sh‖².
 
     Args:
-        terms: scalars "loss_sid", and where they exist "loss_dense", "loss_balance" and "penalty", the last one with its μ.
+        terms: scalars "loss_sid", and where they exist "loss_dense", "loss_balance" and "penalty",
+            the last one with its μ.
     """
     weights = {"loss_dense": lambda_d, "loss_balance": lambda_a}
     return torch.stack([weights.get(name, 1.0) * value for name, value in terms.items()]).sum()
@@ -475,7 +518,7 @@ class Center(Server):
     tau_a: float = math.inf
 
 
-# -- a domain ----------------------------------------------------------------------------------------------------
+# -- a domain --------------------------------------------------------------------------------------
 
 
 class Domain(GenerativeLearner):
@@ -500,7 +543,11 @@ class Domain(GenerativeLearner):
         """What CF adds to the items of a history, int64 [b, T] -> [b, T, dim]."""
         if not self.config.residual or self.cf is None:
             return None
-        rho = torch.ones_like(items, dtype=self.rho.dtype) if self.config.ablation == "confidence" else self.rho[items]
+        rho = (
+            torch.ones_like(items, dtype=self.rho.dtype)
+            if self.config.ablation == "confidence"
+            else self.rho[items]
+        )
         return cf_residual(self.net.local.adapter(self.cf[items]), rho, self.net.local.gate)
 
     def losses(self, memory: Memory, target: Tensor) -> dict[str, Tensor]:
@@ -512,7 +559,9 @@ class Domain(GenerativeLearner):
             predicted = unit(self.net.local.dense(memory.pooled()))
             terms["loss_dense"] = dense_loss(predicted, unit(self.cf[target]), rho, self.config.tau)
         if self.net.routed:
-            terms["loss_balance"] = torch.stack([load_balance(*layer) for layer in self.net.routed]).mean()
+            terms["loss_balance"] = torch.stack(
+                [load_balance(*layer) for layer in self.net.routed]
+            ).mean()
         return terms
 
     def objective(self, terms: Mapping[str, Tensor]) -> Tensor:
@@ -520,7 +569,9 @@ class Domain(GenerativeLearner):
         return objective(terms, self.config.lambda_d, self.config.lambda_a)
 
     def diagnostics(self) -> dict[str, float]:
-        """Gate and mean reliability (Table 6), and the use of experts in the last `encode`, the mean over layers."""
+        """Gate and mean reliability (Table 6), and the use of experts in the last `encode`, the
+        mean over layers.
+        """
         told = {"confidence": float(self.rho.mean())}
         if self.config.residual:
             with torch.no_grad():
@@ -528,12 +579,18 @@ class Domain(GenerativeLearner):
         if self.net.routed:
             use = torch.stack([expert_shares(*layer) for layer in self.net.routed]).mean(0).tolist()
             names = [f"shared_{number}" for number in range(1, self.config.n_shared + 1)]
-            told |= {f"expert_use_{name}": share for name, share in zip([*names, "private"], use, strict=False)}
+            told |= {
+                f"expert_use_{name}": share
+                for name, share in zip([*names, "private"], use, strict=False)
+            }
         return told
 
     def state_dict(self) -> dict[str, Any]:
         """Generator, optimizer, prototype, and the SASRec or what is left of it."""
-        cf = {"cf": self.cf, "extractor": None if self.cf is not None else self.extractor.state_dict()}
+        cf = {
+            "cf": self.cf,
+            "extractor": None if self.cf is not None else self.extractor.state_dict(),
+        }
         return {**super().state_dict(), "prototype": self.prototype, **cf}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -545,7 +602,7 @@ class Domain(GenerativeLearner):
             self.extractor.load_state_dict(saved["extractor"])
 
 
-# -- steps -------------------------------------------------------------------------------------------------------
+# -- steps -----------------------------------------------------------------------------------------
 
 
 def train_cf(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
@@ -561,7 +618,9 @@ def freeze(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
 
 
 def train(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
-    """Eq. (24) for E epochs from the domain's average W̄_sh; then its prototype; then both, with n, to the server."""
+    """Eq. (24) for E epochs from the domain's average W̄_sh; then its prototype; then both, with n,
+    to the server.
+    """
     config = state.config
     shared = list(SHARING.parameters(state.net).values())
     start = [w.detach().clone() for w in shared]
@@ -570,7 +629,9 @@ def train(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     metrics = dict(state.train(ctx, config.local_epochs, scale, penalty))
     memory = sample_memories(state, ctx.own, config.prototype_users, ctx.rng)
     if memory is not None:
-        state.prototype = moving_prototype(state.prototype, mean_memory(memory.pooled()), config.beta)
+        state.prototype = moving_prototype(
+            state.prototype, mean_memory(memory.pooled()), config.beta
+        )
     payload: dict[str, Array] = SHARING.upload(state.net)
     payload[PROTOTYPE] = state.prototype.cpu().numpy().copy()
     payload[COUNT] = np.array([next_item.n_targets(ctx.own)], np.int64)
@@ -580,7 +641,10 @@ def train(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
 def personalise(state: Center, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     """Eq. (19): W̄_i = Σ_j ω_ij W_j for every domain i; Eq. (1) for all where τ_a is infinite."""
     shapes = {name: value.shape for name, value in state.shared.items()}
-    payloads = [{key: inbox[name][key] for key in inbox[name] if key not in (COUNT, PROTOTYPE)} for name in ctx.peers]
+    payloads = [
+        {key: inbox[name][key] for key in inbox[name] if key not in (COUNT, PROTOTYPE)}
+        for name in ctx.peers
+    ]
     for name, payload in zip(ctx.peers, payloads, strict=True):
         check_same(name, payload, shapes)
     prototypes = np.stack([inbox[name][PROTOTYPE] for name in ctx.peers])
@@ -588,13 +652,17 @@ def personalise(state: Center, inbox: Mapping[str, Payload], ctx: Context) -> Ou
     weights, told = aggregation_weights(prototypes, counts, state.tau_a), cosines(prototypes)
     pairs = [(i, j) for i in range(len(counts)) for j in range(len(counts))]
     metrics = {f"weight_{ctx.peers[i]}_{ctx.peers[j]}": float(weights[i, j]) for i, j in pairs}
-    metrics |= {f"cosine_{ctx.peers[i]}_{ctx.peers[j]}": float(told[i, j]) for i, j in pairs if i < j}
+    metrics |= {
+        f"cosine_{ctx.peers[i]}_{ctx.peers[j]}": float(told[i, j]) for i, j in pairs if i < j
+    }
     averages = [weighted_average(payloads, row) for row in weights]
     return Out(dict(zip(ctx.peers, averages, strict=True)), metrics)
 
 
 def score(state: Domain, users: npt.NDArray[np.int64]) -> Tensor:
-    """Eq. (3): log p(v | history) = Σ_l log p(c_l | history, c_1 … c_{l-1}) of all items; int64 [b] -> [b, n_items]."""
+    """Eq. (3): log p(v | history) = Σ_l log p(c_l | history, c_1 … c_{l-1}) of all items; int64 [b]
+    -> [b, n_items].
+    """
     return state.score(users)
 
 
@@ -604,7 +672,9 @@ def init_server(config: Config, ctx: Context) -> Center:
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
-    """Stage "cf" without messages or evaluation, then the federation; a round ends with the averages in place."""
+    """Stage "cf" without messages or evaluation, then the federation; a round ends with the
+    averages in place.
+    """
     adopt = Phase(adopt_step(SHARING))
     wanted = config.residual or config.dense
     return (

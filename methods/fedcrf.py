@@ -1,12 +1,13 @@
 """FedCRF: federated cross-domain recommendation with semantic-driven deep knowledge fusion.
 
 Paper
-    Guo et al., arXiv 2604.17681 v2. Domains share neither users nor items; item text is the bridge. In stage "pretrain"
-    the server clusters the item vectors of all domains and every domain adapts the centres to its own items (FGSAT);
-    stage "finetune" is local: two item graphs, from the pre-trained and from local text vectors, enrich the item IDs.
+    Guo et al., arXiv 2604.17681 v2. Domains share neither users nor items; item text is the bridge.
+    In stage "pretrain" the server clusters the item vectors of all domains and every domain adapts
+    the centres to its own items (FGSAT); stage "finetune" is local: two item graphs, from the
+    pre-trained and from local text vectors, enrich the item IDs.
 
-    The text version of the paper has lost its equation numbers. They are counted here in the order in which section 3
-    displays them, the three steps of K-means included:
+    The text version of the paper has lost its equation numbers. They are counted here in the order
+    in which section 3 displays them, the three steps of K-means included:
 
     =====  =====================================  ======================================
     no.    section, what                          here
@@ -49,39 +50,50 @@ What crosses
     down: `centres` [K, dim] and the domain's own `labels` [n_items].
 
 Departures
-    - The sums over a batch in L_KD and L_con are means, so that the weights do not depend on the batch size.
-    - t′ = t + ReLU(LZW₂): without the residual the vectors lose most of what the text knew (`residual`).
-    - Fewer federated rounds than the paper's 20 and a smaller learning rate on the text path, both chosen on validation
-      (`rounds`, `lr_text`).
-    - The three scores of Eq. (11) share w, but each source has its own bias: a shared one cancels in the softmax. That of
-      t′ starts at `own_bias`. Equal shares would make every item of a cluster a near copy of its centre.
-    - The item graphs of Eq. (17) keep non-negative cosines to other items only, and an edge that either end keeps.
-    - The default text encoder is the packaged 384-d MiniLM, not a 1024-d one (`text.encoder=bge-large` of the run).
+    - The sums over a batch in L_KD and L_con are means, so that the weights do not depend on the
+      batch size.
+    - t′ = t + ReLU(LZW₂): without the residual the vectors lose most of what the text knew
+      (`residual`).
+    - Fewer federated rounds than the paper's 20 and a smaller learning rate on the text path, both
+      chosen on validation (`rounds`, `lr_text`).
+    - The three scores of Eq. (11) share w, but each source has its own bias: a shared one cancels
+      in the softmax. That of t′ starts at `own_bias`. Equal shares would make every item of a
+      cluster a near copy of its centre.
+    - The item graphs of Eq. (17) keep non-negative cosines to other items only, and an edge that
+      either end keeps.
+    - The default text encoder is the packaged 384-d MiniLM, not a 1024-d one
+      (`text.encoder=bge-large` of the run).
 
 Not stated in the paper
-    - φ_emb is linear and starts near an isometry: the directions of largest variance of the domain's own text, rotated
-      as close as possible to one random basis that all domains and all seeds share (`projection`). The rotation keeps
-      the coordinates of different domains comparable and evens out their variances, so that Eq. (3) hardly bends the
-      geometry.
-    - μ and σ² start at the first round's statistics and are updated once per round, with a small ρ (`momentum`): while
-      the projection trains, lagging statistics give each domain an offset, and the clusters would part by domain.
-    - K-means: a member's weight is 1 / (distance + `cluster_eps`); every round starts from the last round's centres; an
-      emptied cluster is re-seeded at the farthest item.
-    - The centres arrive in normalised coordinates; FGSAT maps them back to the domain's own scale to mix them with t.
-    - Semantic graph: an item is linked to its own secondary centre with weight 1; item-item and centre-centre pairs keep
-      their top `fgsat_neighbours` cosines, non-negative; self loops.
-    - A batch of items in FGSAT is the different positives and sampled negatives of a batch of pairs; T^pre and scores come
-      from the whole catalogue as one batch. T^pre is t″, not φ(x).
-    - L_KD and L_FA run over the positives of a batch, as often as they occur. Gradients reach both sides of L_KD and L_kd
-      and the users; none passes through the edge weights of Eq. (10).
-    - L_rec is BPR on x_u and x^id + t″/‖t″‖ in "pretrain" and on Eq. (21) in "finetune", with LightGCN's L2 term.
-    - f(x_u, ·) = σ(x_uᵀ·), so KL is that of two Bernoulli variables; L_kd of Eq. (23) compares h^pre with h^local.
-    - "finetune" goes on from the IDs of "pretrain" (`warm_start`), with a fresh optimizer. The decay of its learning
-      rates (`lr_decay`) counts the federated rounds in, so that it starts below the rate that trained the IDs. Against
-      `ablation="fed"` this also means more epochs on the IDs: `warm_start=false` separates the two.
-    - T^local comes from a second projection. Its graph is refreshed every `refresh_every` epochs, without gradient.
-    - L_con runs over the different positive items of a batch. As printed, its denominator leaves the positive pair out;
-      `contrast="infonce"` keeps it.
+    - φ_emb is linear and starts near an isometry: the directions of largest variance of the
+      domain's own text, rotated as close as possible to one random basis that all domains and all
+      seeds share (`projection`). The rotation keeps the coordinates of different domains comparable
+      and evens out their variances, so that Eq. (3) hardly bends the geometry.
+    - μ and σ² start at the first round's statistics and are updated once per round, with a small ρ
+      (`momentum`): while the projection trains, lagging statistics give each domain an offset, and
+      the clusters would part by domain.
+    - K-means: a member's weight is 1 / (distance + `cluster_eps`); every round starts from the last
+      round's centres; an emptied cluster is re-seeded at the farthest item.
+    - The centres arrive in normalised coordinates; FGSAT maps them back to the domain's own scale
+      to mix them with t.
+    - Semantic graph: an item is linked to its own secondary centre with weight 1; item-item and
+      centre-centre pairs keep their top `fgsat_neighbours` cosines, non-negative; self loops.
+    - A batch of items in FGSAT is the different positives and sampled negatives of a batch of
+      pairs; T^pre and scores come from the whole catalogue as one batch. T^pre is t″, not φ(x).
+    - L_KD and L_FA run over the positives of a batch, as often as they occur. Gradients reach both
+      sides of L_KD and L_kd and the users; none passes through the edge weights of Eq. (10).
+    - L_rec is BPR on x_u and x^id + t″/‖t″‖ in "pretrain" and on Eq. (21) in "finetune", with
+      LightGCN's L2 term.
+    - f(x_u, ·) = σ(x_uᵀ·), so KL is that of two Bernoulli variables; L_kd of Eq. (23) compares
+      h^pre with h^local.
+    - "finetune" goes on from the IDs of "pretrain" (`warm_start`), with a fresh optimizer. The
+      decay of its learning rates (`lr_decay`) counts the federated rounds in, so that it starts
+      below the rate that trained the IDs. Against `ablation="fed"` this also means more epochs on
+      the IDs: `warm_start=false` separates the two.
+    - T^local comes from a second projection. Its graph is refreshed every `refresh_every` epochs,
+      without gradient.
+    - L_con runs over the different positive items of a batch. As printed, its denominator leaves
+      the positive pair out; `contrast="infonce"` keeps it.
     - Without the federated stage (`ablation="fed"`) the pre-trained graph is that of the raw text.
     - Without FGSAT (`ablation="fgsat"`) the attention mixes t with the global centre alone.
 """
@@ -137,24 +149,32 @@ Finetune = functools.partial(Setting, json_schema_extra=in_stage("finetune"))  #
 
 
 class Config(MethodConfig):
-    """Section 4.5 where not said otherwise; its values for Kitchen-Food are the defaults. ◇: not in the paper, chosen here."""
+    """Section 4.5 where not said otherwise; its values for Kitchen-Food are the defaults. ◇: not in
+    the paper, chosen here.
+    """
 
     dim: int = Setting(64, ge=1, description="d_t, size of all vectors")
     layers: int = Setting(2, ge=0, description="LightGCN layers")
     batch_size: int = Setting(1024, ge=2, description="training pairs per batch")
     lr: float = Setting(0.005, gt=0, description="learning rate of the ID embeddings")
     lr_text: float = Setting(0.0003, gt=0, description="learning rate of projections and FGSAT ◇")
-    lr_decay: float = Finetune(0.9, gt=0, le=1, description="factor per epoch, applied in the finetune stage ◇")
+    lr_decay: float = Finetune(
+        0.9, gt=0, le=1, description="factor per epoch, applied in the finetune stage ◇"
+    )
     l2: float = Setting(1e-4, ge=0, description="weight of LightGCN's L2 term ◇")
     projection: Literal["aligned", "random"] = Setting("aligned", description="how φ starts ◇")
 
     rounds: int = Pretrain(8, ge=0, description="federated rounds; the paper has 20 ◇")
     K: int = Pretrain(50, ge=1, description="global clusters")
     momentum: float = Pretrain(0.1, ge=0, lt=1, description="ρ of Eq. (4) ◇")
-    cluster_eps: float = Pretrain(1.0, gt=0, description="ε of the K-means weights, in units of t̃ ◇")
+    cluster_eps: float = Pretrain(
+        1.0, gt=0, description="ε of the K-means weights, in units of t̃ ◇"
+    )
     eta: float = Pretrain(1.0, gt=0, description="η of Eq. (8) ◇")
     residual: bool = Pretrain(True, description="t′ = t + ReLU(LZW₂) ◇")
-    own_bias: float = Pretrain(3.0, description="where the score's bias of t′ starts; the centres' start at 0 ◇")
+    own_bias: float = Pretrain(
+        3.0, description="where the score's bias of t′ starts; the centres' start at 0 ◇"
+    )
     fgsat_neighbours: int = Pretrain(10, ge=1, description="N of the semantic graph ◇")
     lambda_kd: float = Pretrain(0.2, ge=0, description="weight of L_KD in Eq. (15)")
     lambda_fa: float = Pretrain(0.1, ge=0, description="weight of L_FA in Eq. (15)")
@@ -162,12 +182,16 @@ class Config(MethodConfig):
     epochs: int = Finetune(60, ge=0, description="epochs of the finetune stage at most ◇")
     patience: int = Finetune(5, ge=1, description="epochs without a better validation score ◇")
     neighbours: int = Finetune(10, ge=1, description="N of the item graphs ◇")
-    refresh_every: int = Finetune(1, ge=1, description="epochs between refreshes of the local graph ◇")
+    refresh_every: int = Finetune(
+        1, ge=1, description="epochs between refreshes of the local graph ◇"
+    )
     warm_start: bool = Finetune(True, description="whether finetune goes on from pretrain's IDs ◇")
     alpha: float = Finetune(0.2, ge=0, description="weight of L_con")
     beta: float = Finetune(0.2, ge=0, description="weight of L_kd")
     tau: float = Finetune(0.5, gt=0, description="temperature of Eq. (20)")
-    contrast: Literal["printed", "infonce"] = Finetune("printed", description="denominator of Eq. (20)")
+    contrast: Literal["printed", "infonce"] = Finetune(
+        "printed", description="denominator of Eq. (20)"
+    )
     ablation: Literal["none", "fed", "cl", "fgsat"] = Setting("none", description="row of Table 3")
 
 
@@ -178,7 +202,8 @@ class IdEncoder(nn.Module):
         super().__init__()
         user = nn.init.xavier_uniform_(torch.empty(n_users, dim), generator=rng)
         item = nn.init.xavier_uniform_(torch.empty(n_items, dim), generator=rng)
-        self.n_users, self.table = n_users, nn.Parameter(torch.cat([user, item]))  # one table: no copy per batch
+        # one table: no copy per batch
+        self.n_users, self.table = n_users, nn.Parameter(torch.cat([user, item]))
 
     def forward(self, adjacency: Tensor, layers: int) -> tuple[Tensor, Tensor]:
         """The propagated x_u [n_users, dim] and x^id [n_items, dim]."""
@@ -191,7 +216,9 @@ class IdEncoder(nn.Module):
 
 
 class Fgsat(nn.Module):
-    """W₁, W₂ and the linear score of section 3.5, with one bias per source that starts at `own` for the item itself."""
+    """W₁, W₂ and the linear score of section 3.5, with one bias per source that starts at `own` for
+    the item itself.
+    """
 
     def __init__(self, dim: int, sources: int, own: float, rng: torch.Generator) -> None:
         super().__init__()
@@ -204,13 +231,18 @@ class Fgsat(nn.Module):
 def initial_projection(text: Tensor, dim: int, how: str) -> Tensor:
     """An orthonormal start for φ_emb. [n_items, width] -> [width, dim].
 
-    "random": a random basis that is the same at every domain. "aligned": the principal directions of the domain's own
-    text, rotated towards that basis.
+    "random": a random basis that is the same at every domain. "aligned": the principal directions
+    of the domain's own text, rotated towards that basis.
     """
     width = text.shape[1]
     if dim > width:
-        raise CrossfedError(f"dim = {dim} is larger than the text embeddings' {width} dimensions: choose a smaller dim")
-    shared = torch.linalg.qr(torch.randn(width, dim, generator=generators(0, "fedcrf", "projection")[1])).Q
+        raise CrossfedError(
+            f"dim = {dim} is larger than the text embeddings' {width} "
+            f"dimensions: choose a smaller dim"
+        )
+    shared = torch.linalg.qr(
+        torch.randn(width, dim, generator=generators(0, "fedcrf", "projection")[1])
+    ).Q
     return aligned_projection(text, shared) if how == "aligned" else shared
 
 
@@ -225,20 +257,29 @@ def normalise(t: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
 
 
 def denormalise(t: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """The inverse of Eq. (3), to bring the server's centres back to the domain's own scale. [n, dim] -> [n, dim]."""
+    """The inverse of Eq. (3), to bring the server's centres back to the domain's own scale. [n,
+    dim] -> [n, dim].
+    """
     return t * torch.sqrt(variance + EPS) + mean
 
 
-def running_statistics(t: Tensor, mean: Tensor, variance: Tensor, momentum: float) -> tuple[Tensor, Tensor]:
+def running_statistics(
+    t: Tensor, mean: Tensor, variance: Tensor, momentum: float
+) -> tuple[Tensor, Tensor]:
     """Eq. (4): μ ← ρμ + (1−ρ)t̄ and σ² ← ρσ² + (1−ρ)s². [n, dim] -> two [dim]."""
     now, spread = t.mean(0), t.var(0, correction=0)
     return momentum * mean + (1 - momentum) * now, momentum * variance + (1 - momentum) * spread
 
 
 def global_clusters(
-    vectors: npt.NDArray[np.float32], k: int, start: npt.NDArray[np.float32] | None, eps: float, seed: int
+    vectors: npt.NDArray[np.float32],
+    k: int,
+    start: npt.NDArray[np.float32] | None,
+    eps: float,
+    seed: int,
 ) -> WeightedKMeans:
-    """Eq. (5), Eq. (6), Eq. (7): random or given initial centres, nearest assignment, distance-weighted means.
+    """Eq. (5), Eq. (6), Eq. (7): random or given initial centres, nearest assignment,
+    distance-weighted means.
 
     Args:
         vectors: [n, dim], the items of all domains.
@@ -270,14 +311,17 @@ def activated_centres(centres: Tensor, w1: Tensor) -> Tensor:
 
 
 def semantic_edges(t: Tensor, centres: Tensor, labels: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The graph A over Z = [T; C′]: top-n cosines among items and among centres, and each item with its own centre.
+    """The graph A over Z = [T; C′]: top-n cosines among items and among centres, and each item with
+    its own centre.
 
     Returns:
-        int64 [2, e] with both directions of every edge, once each, and float [e] weights in 0 … 1; no self loops.
+        int64 [2, e] with both directions of every edge, once each, and float [e] weights in 0 … 1;
+        no self loops.
     """
     from torch_geometric.utils import to_undirected  # only domains need it, and it takes seconds
 
-    b, k = len(t), len(centres)  # the centre of a cluster without items here is zero: its edges weigh nothing
+    # the centre of a cluster without items here is zero: its edges weigh nothing
+    b, k = len(t), len(centres)
     own = torch.stack([torch.arange(b, device=t.device), labels + b])
     (items, item_weights), (among, centre_weights) = cosine_edges(t, n), cosine_edges(centres, n)
     edges = torch.cat([items, own, among + b], dim=1)
@@ -287,7 +331,9 @@ def semantic_edges(t: Tensor, centres: Tensor, labels: Tensor, n: int) -> tuple[
 
 
 def semantic_propagation(z: Tensor, edges: Tensor, weights: Tensor, w2: Tensor) -> Tensor:
-    """Eq. (10): Z′ = ReLU(LZW₂) with L = D^-½(A + I)D^-½. [n, dim], int64 [2, e], [e], [dim, dim] -> [n, dim]."""
+    """Eq. (10): Z′ = ReLU(LZW₂) with L = D^-½(A + I)D^-½. [n, dim], int64 [2, e], [e], [dim, dim]
+    -> [n, dim].
+    """
     from torch_geometric.nn import SimpleConv
     from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
@@ -296,7 +342,9 @@ def semantic_propagation(z: Tensor, edges: Tensor, weights: Tensor, w2: Tensor) 
 
 
 def attention(features: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """Eq. (11): q_i = softmax of score(x) = wᵀx + b over an item's features. [n, f, dim], [dim], [f] -> [n, f]."""
+    """Eq. (11): q_i = softmax of score(x) = wᵀx + b over an item's features. [n, f, dim], [dim],
+    [f] -> [n, f].
+    """
     return torch.softmax(features @ w + b, dim=1)
 
 
@@ -306,7 +354,9 @@ def fuse(features: Tensor, q: Tensor) -> Tensor:
 
 
 def distillation(users: Tensor, teacher: Tensor, student: Tensor) -> Tensor:
-    """Eq. (13): L_KD = KL(f(x_u, t″) ‖ f(x_u, t)), f = σ(x_uᵀ·), as a mean. three [b, dim] -> scalar."""
+    """Eq. (13): L_KD = KL(f(x_u, t″) ‖ f(x_u, t)), f = σ(x_uᵀ·), as a mean. three [b, dim] ->
+    scalar.
+    """
     return bernoulli_kl((users * teacher).sum(1), (users * student).sum(1)).mean()
 
 
@@ -315,25 +365,33 @@ def alignment(propagated: Tensor, fused: Tensor) -> Tensor:
     return (propagated - fused).square().sum(1).mean()
 
 
-def pretrain_loss(rec: Tensor, kd: Tensor, fa: Tensor, lambda_kd: float, lambda_fa: float) -> Tensor:
+def pretrain_loss(
+    rec: Tensor, kd: Tensor, fa: Tensor, lambda_kd: float, lambda_fa: float
+) -> Tensor:
     """Eq. (15): L_total = L_rec + λ_KD L_KD + λ_FA L_FA."""
     return rec + lambda_kd * kd + lambda_fa * fa
 
 
 def item_graph(t: Tensor, n: int) -> Tensor:
-    """Eq. (16), Eq. (17): S̃ = D^-½SD^-½ of the top-n cosine similarities. [n_items, dim] -> CSR [n_items, n_items]."""
+    """Eq. (16), Eq. (17): S̃ = D^-½SD^-½ of the top-n cosine similarities. [n_items, dim] -> CSR
+    [n_items, n_items].
+    """
     return cosine_graph(t, n)
 
 
 def convolve(graph: Tensor, h0: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Eq. (18): H = S̃H₀, with H₀ = x^id; all rows, or only some. CSR [n, n], [n, dim], int64 [b] -> [n or b, dim]."""
+    """Eq. (18): H = S̃H₀, with H₀ = x^id; all rows, or only some. CSR [n, n], [n, dim], int64 [b]
+    -> [n or b, dim].
+    """
     return spmm(graph, h0) if rows is None else row_product(graph, h0, rows)
 
 
 def contrast(local: Tensor, pre: Tensor, tau: float, keep_positive: bool) -> Tensor:
-    """Eq. (19), Eq. (20): L_con, cosine contrast in both directions, as a mean. two [b, dim], b > 1 -> scalar.
+    """Eq. (19), Eq. (20): L_con, cosine contrast in both directions, as a mean. two [b, dim], b > 1
+    -> scalar.
 
-    Both directions read one similarity matrix, by rows and by columns; it equals two calls of `losses.info_nce`.
+    Both directions read one similarity matrix, by rows and by columns; it equals two calls of
+    `losses.info_nce`.
     """
     similarity = F.normalize(local, dim=1) @ F.normalize(pre, dim=1).T / tau  # [b, b]
     positive = similarity.diagonal()
@@ -343,7 +401,9 @@ def contrast(local: Tensor, pre: Tensor, tau: float, keep_positive: bool) -> Ten
 
 
 def item_vectors(ids: Tensor, text: Tensor, local: Tensor, pre: Tensor) -> Tensor:
-    """Eq. (21): x_i = x^id_i + t^local_i/‖·‖ + h^local_i/‖·‖ + h^pre_i/‖·‖. four [b, dim] -> [b, dim]."""
+    """Eq. (21): x_i = x^id_i + t^local_i/‖·‖ + h^local_i/‖·‖ + h^pre_i/‖·‖. four [b, dim] -> [b,
+    dim].
+    """
     return ids + F.normalize(text, dim=1) + F.normalize(local, dim=1) + F.normalize(pre, dim=1)
 
 
@@ -358,7 +418,9 @@ def finetune_loss(rec: Tensor, con: Tensor, kd: Tensor, alpha: float, beta: floa
 
 
 class Domain(nn.Module):
-    """All that a domain owns. Parameters and buffers are its state, with the optimizer; graphs are rebuilt from them."""
+    """All that a domain owns. Parameters and buffers are its state, with the optimizer; graphs are
+    rebuilt from them.
+    """
 
     mean: Tensor
     variance: Tensor
@@ -376,14 +438,17 @@ class Domain(nn.Module):
         start = initial_projection(self.text, config.dim, config.projection)
         self.phi, self.phi_local = nn.Parameter(start.clone()), nn.Parameter(start.clone())
         self.ids = IdEncoder(self.data.n_users, self.data.n_items, config.dim, ctx.torch_rng)
-        self.fgsat = Fgsat(config.dim, 2 if config.ablation == "fgsat" else 3, config.own_bias, ctx.torch_rng)
+        self.fgsat = Fgsat(
+            config.dim, 2 if config.ablation == "fgsat" else 3, config.own_bias, ctx.torch_rng
+        )
         buffers = {
             "mean": torch.zeros(config.dim),
             "variance": torch.ones(config.dim),
             "centres": torch.zeros(config.K, config.dim),
             "labels": torch.zeros(self.data.n_items, dtype=torch.int64),
             "t_pre": torch.zeros(self.data.n_items, config.dim),
-            "t_local": torch.zeros(self.data.n_items, config.dim),  # what the local graph was last built from
+            # what the local graph was last built from
+            "t_local": torch.zeros(self.data.n_items, config.dim),
             "uploads": torch.zeros((), dtype=torch.int64),
             "tuning": torch.zeros((), dtype=torch.bool),
         }
@@ -392,7 +457,9 @@ class Domain(nn.Module):
         self.to(ctx.device)
         self.text = self.text.to(ctx.device)
         data = self.data
-        self.adjacency = bipartite_adjacency(data.n_users, data.n_items, data.users, data.items, ctx.device)
+        self.adjacency = bipartite_adjacency(
+            data.n_users, data.n_items, data.users, data.items, ctx.device
+        )
         self.optimizer = self.new_optimizer()
         self.graphs: tuple[Tensor, Tensor] | None = None
         self.final: tuple[Tensor, Tensor] | None = None
@@ -401,7 +468,10 @@ class Domain(nn.Module):
     def new_optimizer(self) -> torch.optim.Adam:
         """Adam with the IDs at `lr` and everything that touches text at `lr_text`."""
         text = [self.phi, self.phi_local, *self.fgsat.parameters()]
-        groups = [{"params": [self.ids.table], "lr": self.config.lr}, {"params": text, "lr": self.config.lr_text}]
+        groups = [
+            {"params": [self.ids.table], "lr": self.config.lr},
+            {"params": text, "lr": self.config.lr_text},
+        ]
         return torch.optim.Adam(groups, foreach=True)
 
     def adapted(self, t: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -411,7 +481,9 @@ class Domain(nn.Module):
         if config.ablation == "fgsat":
             moved, features = t, [t, centres[labels]]
         else:
-            secondary = activated_centres(secondary_centres(t, labels, config.K, config.eta), self.fgsat.w1)
+            secondary = activated_centres(
+                secondary_centres(t, labels, config.K, config.eta), self.fgsat.w1
+            )
             edges, weights = semantic_edges(t, secondary, labels, config.fgsat_neighbours)
             z = semantic_propagation(torch.cat([t, secondary]), edges, weights, self.fgsat.w2)
             moved = t + z[: len(t)] if config.residual else z[: len(t)]
@@ -423,13 +495,18 @@ class Domain(nn.Module):
         """S̃^local and S̃^pre; the latter from the raw text when there was no federated stage."""
         local = item_graph(self.t_local, self.config.neighbours)
         if self.graphs is None or not local_only:
-            self.graphs = local, item_graph(self.t_pre if self.uploads else self.text, self.config.neighbours)
+            self.graphs = (
+                local,
+                item_graph(self.t_pre if self.uploads else self.text, self.config.neighbours),
+            )
         else:
             self.graphs = local, self.graphs[1]
 
     @torch.no_grad()
     def vectors(self) -> tuple[Tensor, Tensor]:
-        """The vectors that rank: users [n_users, dim] and items [n_items, dim]; cached until the next training step."""
+        """The vectors that rank: users [n_users, dim] and items [n_items, dim]; cached until the
+        next training step.
+        """
         if self.final is None:
             users, ids = self.ids(self.adjacency, self.config.layers)
             if self.graphs is not None:
@@ -463,12 +540,15 @@ class Server:
 
 
 def cluster(state: Server, inbox: Mapping[str, Payload], ctx: Context) -> Out:
-    """Cluster the union of all domains' items; every domain gets the centres and its own items' labels."""
+    """Cluster the union of all domains' items; every domain gets the centres and its own items'
+    labels.
+    """
     vectors = [inbox[name]["item_vectors"] for name in ctx.peers]
     union = np.concatenate(vectors)
     if len(union) < state.config.K:
         raise CrossfedError(
-            f"K = {state.config.K} clusters need at least as many items, but the domains {', '.join(ctx.peers)} have only "
+            f"K = {state.config.K} clusters need at least as many items, but the domains "
+            f"{', '.join(ctx.peers)} have only "
             f"{len(union)} items in total: set a smaller K"
         )
     fitted = global_clusters(
@@ -477,9 +557,16 @@ def cluster(state: Server, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     state.centres = fitted.cluster_centers_.astype(np.float32)
     labels = np.split(fitted.labels_, np.cumsum([len(v) for v in vectors])[:-1])
     send: dict[str, Payload] = {
-        name: {"centres": state.centres, "labels": own} for name, own in zip(ctx.peers, labels, strict=True)
+        name: {"centres": state.centres, "labels": own}
+        for name, own in zip(ctx.peers, labels, strict=True)
     }
-    return Out(send, {"kmeans_iterations": float(fitted.n_iter_), "kmeans_inertia": fitted.inertia_ / len(union)})
+    return Out(
+        send,
+        {
+            "kmeans_iterations": float(fitted.n_iter_),
+            "kmeans_inertia": fitted.inertia_ / len(union),
+        },
+    )
 
 
 def adapt(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
@@ -488,14 +575,20 @@ def adapt(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     state.centres.copy_(torch.tensor(inbox[SERVER]["centres"]))
     state.labels.copy_(torch.tensor(inbox[SERVER]["labels"]))
 
-    def losses(user: Tensor, items: Tensor, pos: Tensor, neg: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(
+        user: Tensor, items: Tensor, pos: Tensor, neg: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         users, ids = state.ids(state.adjacency, config.layers)
         t = project(state.text[items], state.phi)
         moved, fused = state.adapted(t, state.labels[items])
         u, x = users[user], ids[items] + F.normalize(fused, dim=1)
         rec = bpr((u * x[pos]).sum(1), (u * x[neg]).sum(1))
         kd, fa = distillation(u, fused[pos], t[pos]), alignment(moved[pos], fused[pos])
-        return pretrain_loss(rec, kd, fa, config.lambda_kd, config.lambda_fa), {"rec": rec, "kd": kd, "fa": fa}
+        return pretrain_loss(rec, kd, fa, config.lambda_kd, config.lambda_fa), {
+            "rec": rec,
+            "kd": kd,
+            "fa": fa,
+        }
 
     return Out(metrics=_epoch(state, ctx, losses) | _semantics(state))
 
@@ -526,33 +619,45 @@ def finetune(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     if ctx.round > 1 and (ctx.round - 1) % config.refresh_every == 0:
         state.t_local.copy_(project(state.text, state.phi_local).detach())
         state.build_graphs(local_only=True)
-    passed = int(state.uploads) if config.warm_start else 0  # epochs that the IDs have been trained for
+    # epochs that the IDs have been trained for
+    passed = int(state.uploads) if config.warm_start else 0
     factor = config.lr_decay ** (passed + ctx.round - 1)
     for group, rate in zip(state.optimizer.param_groups, (config.lr, config.lr_text), strict=True):
         group["lr"] = rate * factor
     graphs = state.graphs
     assert graphs is not None, "begin_finetune has built them"
 
-    def losses(user: Tensor, items: Tensor, pos: Tensor, neg: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(
+        user: Tensor, items: Tensor, pos: Tensor, neg: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         users, ids = state.ids(state.adjacency, config.layers)
         local, pre = (convolve(graph, ids, items) for graph in graphs)
-        u, x = users[user], item_vectors(ids[items], project(state.text[items], state.phi_local), local, pre)
+        u, x = (
+            users[user],
+            item_vectors(ids[items], project(state.text[items], state.phi_local), local, pre),
+        )
         rec = bpr((u * x[pos]).sum(1), (u * x[neg]).sum(1))
         bought = torch.unique(pos)
         con = u.new_zeros(())
         if config.ablation != "cl" and len(bought) > 1:
             con = contrast(local[bought], pre[bought], config.tau, config.contrast == "infonce")
         kd = distillation(u, pre[pos], local[pos])
-        return finetune_loss(rec, con, kd, config.alpha, config.beta), {"rec": rec, "con": con, "kd": kd}
+        return finetune_loss(rec, con, kd, config.alpha, config.beta), {
+            "rec": rec,
+            "con": con,
+            "kd": kd,
+        }
 
     return Out(metrics=_epoch(state, ctx, losses))
 
 
-def _epoch(state: Domain, ctx: Context, losses: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> dict[str, float]:
+def _epoch(
+    state: Domain, ctx: Context, losses: Callable[..., tuple[Tensor, dict[str, Tensor]]]
+) -> dict[str, float]:
     """One pass over the training pairs; the mean of every part of the loss.
 
-    `losses(user, items, pos, neg)` gets the batch's users [b], its different items [m], and the places of the positives
-    and negatives among these, [b] each.
+    `losses(user, items, pos, neg)` gets the batch's users [b], its different items [m], and the
+    places of the positives and negatives among these, [b] each.
     """
     state.final = None
     parts: list[Tensor] = []
@@ -573,7 +678,9 @@ def _epoch(state: Domain, ctx: Context, losses: Callable[..., tuple[Tensor, dict
 
 @torch.no_grad()
 def _semantics(state: Domain) -> dict[str, float]:
-    """What the text path still knows: rank of t″, clusters in use, neighbours shared with the raw text."""
+    """What the text path still knows: rank of t″, clusters in use, neighbours shared with the raw
+    text.
+    """
     fused = state.adapted(project(state.text, state.phi), state.labels)[1]
     if state.raw_neighbours is None:
         state.raw_neighbours = top_cosine(state.text, state.config.neighbours)[0]
@@ -598,7 +705,9 @@ def export(state: Domain) -> dict[str, Tensor]:
 
 
 def state_dict(state: Domain | Server) -> dict[str, Any]:
-    """A domain's parameters, buffers and optimizer, or the server's centres: all else is rebuilt from these."""
+    """A domain's parameters, buffers and optimizer, or the server's centres: all else is rebuilt
+    from these.
+    """
     if isinstance(state, Server):
         return {} if state.centres is None else {"centres": state.centres}
     return {"model": dict(state.state_dict()), "optimizer": state.optimizer.state_dict()}
@@ -651,9 +760,21 @@ METHOD = Method(
     load_state_dict=load_state_dict,
     export=export,
     fields=(
-        Field("item_vectors", Direction.UP, ("n_items", "dim"), "normalised text vectors of the domain's items"),
+        Field(
+            "item_vectors",
+            Direction.UP,
+            ("n_items", "dim"),
+            "normalised text vectors of the domain's items",
+        ),
         Field("centres", Direction.DOWN, ("K", "dim"), "global cluster centres"),
-        Field("labels", Direction.DOWN, ("n_items",), "the domain's items' clusters", dtype="int64", high="K"),
+        Field(
+            "labels",
+            Direction.DOWN,
+            ("n_items",),
+            "the domain's items' clusters",
+            dtype="int64",
+            high="K",
+        ),
     ),
     artifacts=("text",),
 )

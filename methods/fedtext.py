@@ -1,9 +1,11 @@
-"""FedText: a map of item text, averaged by FedAvg; users and item offsets private. What must transfer, at its simplest.
+"""FedText: a map of item text, averaged by FedAvg; users and item offsets private. What must
+transfer, at its simplest.
 
 Paper
-    None as a whole: a content-based factorisation (as the item side of Lops et al., 2011, and of two-tower models) trained by
-    BPR (Rendle et al., UAI 2009, arXiv 1205.2618) or softmax, its map averaged by FedAvg (McMahan et al., AISTATS 2017, arXiv
-    1602.05629). It is the reference for methods that let more cross. The equations are numbered here.
+    None as a whole: a content-based factorisation (as the item side of Lops et al., 2011, and of
+    two-tower models) trained by BPR (Rendle et al., UAI 2009, arXiv 1205.2618) or softmax, its map
+    averaged by FedAvg (McMahan et al., AISTATS 2017, arXiv 1602.05629). It is the reference for
+    methods that let more cross. The equations are numbered here.
 
 Notation
     ==========  =========================================  =========================
@@ -21,20 +23,25 @@ Notation
     ==========  =========================================  =========================
 
 What crosses
-    Up: the parameters of f and the number of training interactions. Down: the average of f. Users, offsets and S stay.
+    Up: the parameters of f and the number of training interactions. Down: the average of f. Users,
+    offsets and S stay.
 
 Departures
     None.
 
 Not stated in the paper
-    - The server draws the first f, so that all domains start from the same. It learns its shapes from what the domains send
-      before the first round, of which it uses nothing else; a domain alone (`control=solo`) starts from the same f.
-    - With `start="knntext"` a score is that of item-kNN with text plus the learned part, which is small at the start: the
-      method begins at that floor, and learns what it lacks. S has no diagonal, so that a training item does not speak for
-      itself.
-    - p and o start from N(0, 0.01²) and 0; offsets have a regularisation of their own, since what they explain is not shared.
-    - Softmax goes over all items of the domain; its logits, a batch times the catalogue, are held at once.
-    - With a floor the saved model lists the best items of every user (`parts.item_based.LISTED`), and neither S nor a history.
+    - The server draws the first f, so that all domains start from the same. It learns its shapes
+      from what the domains send before the first round, of which it uses nothing else; a domain
+      alone (`control=solo`) starts from the same f.
+    - With `start="knntext"` a score is that of item-kNN with text plus the learned part, which is
+      small at the start: the method begins at that floor, and learns what it lacks. S has no
+      diagonal, so that a training item does not speak for itself.
+    - p and o start from N(0, 0.01²) and 0; offsets have a regularisation of their own, since what
+      they explain is not shared.
+    - Softmax goes over all items of the domain; its logits, a batch times the catalogue, are held
+      at once.
+    - With a floor the saved model lists the best items of every user (`parts.item_based.LISTED`),
+      and neither S nor a history.
 """
 
 from __future__ import annotations
@@ -84,15 +91,21 @@ class Config(MethodConfig):
     dim: PositiveInt = Field(64, description="width of item and user vectors")
     layers: Literal[1, 2] = Field(1, description="layers of the map f; 1 is linear")
     inner: PositiveInt = Field(256, description="width of the hidden layer of a map of two layers")
-    loss: Literal["bpr", "softmax"] = Field("bpr", description="bpr: one random negative; softmax: all items")
+    loss: Literal["bpr", "softmax"] = Field(
+        "bpr", description="bpr: one random negative; softmax: all items"
+    )
     lr: PositiveFloat = Field(0.003, description="Adam's learning rate")
     batch_size: PositiveInt = Field(1024, description="training pairs in a batch")
     l2: NonNegativeFloat = Field(1e-4, description="weight of ½‖p_u‖² by pair")
     l2_offsets: NonNegativeFloat = Field(1e-2, description="weight of ½‖o_i‖² by pair")
     rounds: int = Field(60, ge=0, description="rounds at most")
     local_epochs: PositiveInt = Field(1, description="epochs of a domain in a round")
-    patience: PositiveInt | None = Field(8, description="evaluations without a better one before stopping")
-    start: Literal["random", "knntext"] = Field("random", description="knntext: on top of item-kNN with text")
+    patience: PositiveInt | None = Field(
+        8, description="evaluations without a better one before stopping"
+    )
+    start: Literal["random", "knntext"] = Field(
+        "random", description="knntext: on top of item-kNN with text"
+    )
     floor_weight: PositiveFloat = Field(10.0, description="κ of Eq. (2), with a floor")
     shrinkage: NonNegativeFloat = Field(10.0, description="of the floor, as in knntext")
     neighbours: PositiveInt | None = Field(None, description="of the floor, as in knntext")
@@ -107,10 +120,13 @@ class Net(nn.Module):
     """f, p and o. The tower's first weights are overwritten by the server's.
 
     Args:
-        n_users, n_items: of the domain. width: of a text vector. rng: CPU generator of the first values.
+        n_users, n_items: of the domain. width: of a text vector. rng: CPU generator of the first
+            values.
     """
 
-    def __init__(self, n_users: int, n_items: int, width: int, config: Config, rng: torch.Generator) -> None:
+    def __init__(
+        self, n_users: int, n_items: int, width: int, config: Config, rng: torch.Generator
+    ) -> None:
         super().__init__()
         sizes = [width, config.dim] if config.layers == 1 else [width, config.inner, config.dim]
         steps: list[nn.Module] = []
@@ -121,7 +137,9 @@ class Net(nn.Module):
         self.offsets = nn.Parameter(torch.zeros(n_items, config.dim))
 
 
-def first_tower(shapes: Mapping[str, tuple[int, ...]], rng: torch.Generator) -> dict[str, npt.NDArray[np.float32]]:
+def first_tower(
+    shapes: Mapping[str, tuple[int, ...]], rng: torch.Generator
+) -> dict[str, npt.NDArray[np.float32]]:
     """f at the start: Xavier-uniform matrices, zero biases."""
     drawn = {}
     for name, shape in shapes.items():
@@ -145,7 +163,8 @@ def scores(users: Tensor, items: Tensor, floor: Tensor | None, kappa: float) -> 
     """Eq. (2): s_ui = p_u·z_i + κ Σ_{j in H_u} S_ji, the second only with a floor.
 
     Args:
-        users: p [b, dim]. items: z, of all [n_items, dim], or of one item for each user [b, dim] with a floor [b] or none.
+        users: p [b, dim]. items: z, of all [n_items, dim], or of one item for each user [b, dim]
+            with a floor [b] or none.
         floor: the sum, [b, n_items].
 
     Returns:
@@ -161,7 +180,8 @@ def pair_loss(positive: Tensor, negative: Tensor) -> Tensor:
 
 
 def softmax_loss(logits: Tensor, items: Tensor) -> Tensor:
-    """Eq. (4): the mean of -ln softmax(s_u)_i over all items. [b, n_items], int64 [b] -> a scalar."""
+    """Eq. (4): the mean of -ln softmax(s_u)_i over all items. [b, n_items], int64 [b] -> a scalar.
+    """
     return F.cross_entropy(logits, items)
 
 
@@ -173,8 +193,12 @@ def n_pairs(data: Interactions) -> int:
     return len(data.items)
 
 
-def floor_similarity(data: Interactions, text: npt.NDArray[np.float32], config: Config) -> sp.csr_matrix:
-    """S of item-kNN with text: cosines by co-occurrence, plus those of the nearest by text at their weight."""
+def floor_similarity(
+    data: Interactions, text: npt.NDArray[np.float32], config: Config
+) -> sp.csr_matrix:
+    """S of item-kNN with text: cosines by co-occurrence, plus those of the nearest by text at their
+    weight.
+    """
     found = cosine(user_items(data), config.shrinkage, config.neighbours)
     if config.text:
         found = found + np.float32(config.text) * text_cosine(text, config.text_neighbours)
@@ -188,14 +212,17 @@ class Domain:
     """One domain's network, its optimiser, and its floor.
 
     Attributes:
-        net, adam: what training continues from. text: [n_items, width]. history: R. floor: Sᵀ, None without one.
+        net, adam: what training continues from. text: [n_items, width]. history: R. floor: Sᵀ, None
+            without one.
     """
 
     def __init__(self, config: Config, ctx: Context) -> None:
         data, text = ctx.own, ctx.artifacts["text"]
         self.config, self.n_items = config, data.n_items
         self.text = torch.from_numpy(np.array(text)).to(ctx.device)
-        self.net = Net(data.n_users, data.n_items, text.shape[1], config, ctx.torch_rng).to(ctx.device)
+        self.net = Net(data.n_users, data.n_items, text.shape[1], config, ctx.torch_rng).to(
+            ctx.device
+        )
         self.adam = torch.optim.Adam(self.net.parameters(), lr=config.lr, fused=True)
         self.history = user_items(data)
         self.floor: sp.csr_matrix | None = None
@@ -219,7 +246,9 @@ class Domain:
         if self.floor is None:
             return None
         history, speaks = self.history[users.numpy()], self.floor[items.numpy()]
-        return torch.from_numpy(np.asarray(history.multiply(speaks).sum(1), np.float32).ravel()).to(self.text.device)
+        return torch.from_numpy(np.asarray(history.multiply(speaks).sum(1), np.float32).ravel()).to(
+            self.text.device
+        )
 
     def floor_of_users(self, users: npt.NDArray[np.int64]) -> Tensor | None:
         """The same for all items: int64 [b] -> [b, n_items], None without a floor."""
@@ -297,7 +326,8 @@ def draw(state: Server, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     """Draw the first f and send it to all.
 
     Raises:
-        CrossfedError: domains have maps of different shapes, since their text vectors differ in width.
+        CrossfedError: domains have maps of different shapes, since their text vectors differ in
+            width.
     """
     shapes = {name: value.shape for name, value in inbox[ctx.peers[0]].items()}
     for name in ctx.peers:

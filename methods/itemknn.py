@@ -49,7 +49,16 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from crossfed.methods.parts.item_based import ItemBased, cosine, listed, train, user_items
-from crossfed.platform.method import RANKING, Context, Interactions, Method, MethodConfig, Phase, Scope, Stage
+from crossfed.platform.method import (
+    RANKING,
+    Context,
+    Interactions,
+    Method,
+    MethodConfig,
+    Phase,
+    Scope,
+    Stage,
+)
 
 
 class Config(MethodConfig):
@@ -61,7 +70,8 @@ class Config(MethodConfig):
     )
     history: Literal["train", "known"] = Field(
         "train",
-        description="items to recommend from: those trained on, or all that are known when ranking ◇",
+        description="items to recommend from: those trained on, or all that are known when "
+        "ranking ◇",
         json_schema_extra=RANKING,
     )
 

@@ -44,8 +44,24 @@ import scipy.sparse as sp
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from crossfed.methods.parts.item_based import ItemBased, cosine, listed, text_cosine, train, user_items
-from crossfed.platform.method import RANKING, Context, Interactions, Method, MethodConfig, Phase, Scope, Stage
+from crossfed.methods.parts.item_based import (
+    ItemBased,
+    cosine,
+    listed,
+    text_cosine,
+    train,
+    user_items,
+)
+from crossfed.platform.method import (
+    RANKING,
+    Context,
+    Interactions,
+    Method,
+    MethodConfig,
+    Phase,
+    Scope,
+    Stage,
+)
 
 
 class Config(MethodConfig):
@@ -53,16 +69,22 @@ class Config(MethodConfig):
 
     shrinkage: NonNegativeFloat = Field(10.0, description="h of Eq. (1); 0 is the plain cosine ◇")
     neighbours: PositiveInt | None = Field(
-        None, description="the most similar items by co-occurrence that an item keeps; null keeps all ◇"
+        None,
+        description="the most similar items by co-occurrence that an item keeps; null keeps all ◇",
     )
     text: NonNegativeFloat = Field(0.1, description="w of Eq. (3); 0 is item-kNN ◇")
-    text_neighbours: PositiveInt = Field(20, description="the most similar items by text that an item keeps ◇")
+    text_neighbours: PositiveInt = Field(
+        20, description="the most similar items by text that an item keeps ◇"
+    )
     text_of: Literal["history", "candidate", "both"] = Field(
-        "history", description="whose nearest items by text count: the history's, the scored item's, or both ◇"
+        "history",
+        description="whose nearest items by text count: the history's, the scored "
+        "item's, or both ◇",
     )
     history: Literal["train", "known"] = Field(
         "train",
-        description="items to recommend from: those trained on, or all that are known when ranking ◇",
+        description="items to recommend from: those trained on, or all that are known when "
+        "ranking ◇",
         json_schema_extra=RANKING,
     )
 

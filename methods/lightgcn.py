@@ -1,8 +1,9 @@
-"""LightGCN: graph convolution without transformations, as the baseline that every domain trains alone.
+"""LightGCN: graph convolution without transformations, as the baseline that every domain trains
+alone.
 
 Paper
-    He et al., "LightGCN: Simplifying and Powering Graph Convolution Network for Recommendation", SIGIR 2020,
-    arXiv 2002.02126 v4.
+    He et al., "LightGCN: Simplifying and Powering Graph Convolution Network for Recommendation",
+    SIGIR 2020, arXiv 2002.02126 v4.
 
 Notation
     ==========  =========================================  ================
@@ -20,19 +21,23 @@ Notation
     ==========  =========================================  ================
 
 What crosses
-    Nothing: the method has one local stage, without edges. A round is one epoch over the domain's training pairs.
+    Nothing: the method has one local stage, without edges. A round is one epoch over the domain's
+    training pairs.
 
 Departures
-    - The defaults are those of the protocol that compares it with federated methods (FedCRF, arXiv 2604.17681, sections
-      4.4 and 4.5): two layers, learning rate 0.005. The preset `paper` has LightGCN's own.
-    - λ‖E^(0)‖² is taken over the rows of a batch, as ½‖rows‖² / b, which is what the authors' code does; so is the mean
-      over the pairs of a batch instead of their sum.
-    - Equations (3), (7) and (8) are computed as one product per layer on a prebuilt sparse matrix. Ã is symmetric, so
-      the backward pass is the same propagation of the gradient (`parts.graph`).
+    - The defaults are those of the protocol that compares it with federated methods (FedCRF, arXiv
+      2604.17681, sections 4.4 and 4.5): two layers, learning rate 0.005. The preset `paper` has
+      LightGCN's own.
+    - λ‖E^(0)‖² is taken over the rows of a batch, as ½‖rows‖² / b, which is what the authors' code
+      does; so is the mean over the pairs of a batch instead of their sum.
+    - Equations (3), (7) and (8) are computed as one product per layer on a prebuilt sparse matrix.
+      Ã is symmetric, so the backward pass is the same propagation of the gradient (`parts.graph`).
 
 Not stated in the paper
-    - Negatives are drawn afresh every epoch, one per pair, uniformly from the items the user has not trained on.
-    - "Xavier" is read as the uniform one, on the user and the item table apart; `init="normal"` is the authors' code.
+    - Negatives are drawn afresh every epoch, one per pair, uniformly from the items the user has
+      not trained on.
+    - "Xavier" is read as the uniform one, on the user and the item table apart; `init="normal"` is
+      the authors' code.
 """
 
 from __future__ import annotations
@@ -64,28 +69,41 @@ from crossfed.platform.method import (
 
 
 class Config(MethodConfig):
-    """Hyperparameters, from §4.1.2 of LightGCN and from FedCRF §4.5, the protocol shared by all compared methods."""
+    """Hyperparameters, from §4.1.2 of LightGCN and from FedCRF §4.5, the protocol shared by all
+    compared methods.
+    """
 
     dim: PositiveInt = Field(64, description="width of the embeddings (§4.1.2)")
-    layers: int = Field(2, ge=0, description="layers K (FedCRF §4.5; the paper: 1 to 4); 0 is plain factorisation")
-    lr: PositiveFloat = Field(0.005, description="Adam's learning rate (FedCRF §4.5; the paper: 0.001)")
+    layers: int = Field(
+        2, ge=0, description="layers K (FedCRF §4.5; the paper: 1 to 4); 0 is plain factorisation"
+    )
+    lr: PositiveFloat = Field(
+        0.005, description="Adam's learning rate (FedCRF §4.5; the paper: 0.001)"
+    )
     batch_size: PositiveInt = Field(1024, description="training pairs in a batch (§4.1.2)")
     l2: NonNegativeFloat = Field(1e-4, description="λ of Eq. (15) (§4.1.2)")
     epochs: int = Field(60, ge=0, description="local epochs at most (the paper: 1000)")
-    patience: PositiveInt | None = Field(5, description="evaluations without a better one before stopping")
-    init: Literal["xavier", "normal"] = Field("xavier", description="xavier: Xavier uniform; normal: N(0, 0.1)")
+    patience: PositiveInt | None = Field(
+        5, description="evaluations without a better one before stopping"
+    )
+    init: Literal["xavier", "normal"] = Field(
+        "xavier", description="xavier: Xavier uniform; normal: N(0, 0.1)"
+    )
 
 
 # --- Equations ---
 
 
 def adjacency(data: Interactions, device: torch.device | None = None) -> torch.Tensor:
-    """Eq. (7): Ã = D^-1/2 A D^-1/2, with A = [[0, R], [R^T, 0]] of Eq. (6). CSR [M + N, M + N], no self loops."""
+    """Eq. (7): Ã = D^-1/2 A D^-1/2, with A = [[0, R], [R^T, 0]] of Eq. (6). CSR [M + N, M + N], no
+    self loops.
+    """
     return bipartite_adjacency(data.n_users, data.n_items, data.users, data.items, device)
 
 
 def final_embeddings(adj: torch.Tensor, ego: torch.Tensor, layers: int) -> torch.Tensor:
-    """Eq. (8): E = α_0 E^(0) + α_1 Ã E^(0) + … + α_K Ã^K E^(0), every α_k = 1 / (K + 1). [M + N, dim].
+    """Eq. (8): E = α_0 E^(0) + α_1 Ã E^(0) + … + α_K Ã^K E^(0), every α_k = 1 / (K + 1). [M + N,
+    dim].
 
     It is Eq. (3) applied K times and combined by Eq. (4), for all users and items at once.
     """
@@ -100,7 +118,8 @@ def predict(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
 def objective(
     final_rows: torch.Tensor, ego_rows: torch.Tensor, l2: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Eq. (15): the mean of -ln σ(ŷ_ui - ŷ_uj) over a batch, + λ ½‖E^(0)‖² / b over its rows; and its gradient.
+    """Eq. (15): the mean of -ln σ(ŷ_ui - ŷ_uj) over a batch, + λ ½‖E^(0)‖² / b over its rows; and
+    its gradient.
 
     Args:
         final_rows: the batch's users u, positives i and negatives j in E, [3, b, dim].
@@ -115,7 +134,11 @@ def objective(
     loss = bpr(y_positive, y_negative) + l2 * l2_ego(*ego_rows)
     b = final_rows.shape[1]
     slope = (torch.sigmoid(y_negative - y_positive) / -b)[:, None]  # d loss / d (ŷ_ui - ŷ_uj)
-    return loss, torch.stack([slope * (positive - negative), slope * user, -slope * user]), ego_rows * (l2 / b)
+    return (
+        loss,
+        torch.stack([slope * (positive - negative), slope * user, -slope * user]),
+        ego_rows * (l2 / b),
+    )
 
 
 # --- State ---
@@ -156,17 +179,22 @@ def init_domain(config: Config, ctx: Context) -> State:
 def train_epoch(state: State, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     """One pass over the training pairs.
 
-    The gradient is written out. E = P E^(0), and P of Eq. (8) is symmetric, so dL/dE^(0) = P dL/dE + the L2 term: one
-    scatter and one propagation, where autograd would make a matrix of the size of E for each gather.
+    The gradient is written out. E = P E^(0), and P of Eq. (8) is symmetric, so dL/dE^(0) = P dL/dE
+    + the L2 term: one scatter and one propagation, where autograd would make a matrix of the size
+    of E for each gather.
     """
     config, ego = state.config, state.ego
     state.final = None
     total, count = torch.zeros((), device=ctx.device), 0
     for users, positives, negatives in bpr_epoch(ctx.own, config.batch_size, ctx.rng):
         b = len(users)
-        rows = torch.cat([users, positives + state.n_users, negatives + state.n_users]).to(ctx.device)
+        rows = torch.cat([users, positives + state.n_users, negatives + state.n_users]).to(
+            ctx.device
+        )
         final = final_embeddings(state.adj, ego, config.layers)
-        final_rows, ego_rows = (table.index_select(0, rows).view(3, b, -1) for table in (final, ego))
+        final_rows, ego_rows = (
+            table.index_select(0, rows).view(3, b, -1) for table in (final, ego)
+        )
         loss, to_final, to_ego = objective(final_rows, ego_rows, config.l2)
         gradient = torch.zeros_like(final).index_add_(0, rows, to_final.view(3 * b, -1))
         gradient = final_embeddings(state.adj, gradient, config.layers)
@@ -209,13 +237,17 @@ def load_state_dict(state: State, saved: Mapping[str, Any]) -> None:
     with torch.no_grad():
         state.ego.copy_(saved["ego"])
     # `step` stays on the parameter's device as well: the fused Adam wants it there
-    state.adam.state[state.ego] = {key: value.to(state.ego.device, copy=True) for key, value in saved["adam"].items()}
+    state.adam.state[state.ego] = {
+        key: value.to(state.ego.device, copy=True) for key, value in saved["adam"].items()
+    }
     state.final = None
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
     """One local stage; a round is an epoch."""
-    return (Stage("train", rounds=config.epochs, each=(Phase(train_epoch),), patience=config.patience),)
+    return (
+        Stage("train", rounds=config.epochs, each=(Phase(train_epoch),), patience=config.patience),
+    )
 
 
 METHOD = Method(

@@ -53,7 +53,16 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from crossfed.methods.parts.losses import finite
 from crossfed.methods.parts.sampling import pointwise_epoch
 from crossfed.methods.parts.transformer import dropout
-from crossfed.platform.method import Context, Method, MethodConfig, Out, Payload, Phase, Scope, Stage
+from crossfed.platform.method import (
+    Context,
+    Method,
+    MethodConfig,
+    Out,
+    Payload,
+    Phase,
+    Scope,
+    Stage,
+)
 
 
 class Config(MethodConfig):

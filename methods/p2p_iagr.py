@@ -1,8 +1,10 @@
-"""P2P-IAGR: domains without a server exchange perturbed intent prototypes and rebuild their graphs by them.
+"""P2P-IAGR: domains without a server exchange perturbed intent prototypes and rebuild their graphs
+by them.
 
 Paper
-    "Privacy-Preserving Peer-to-Peer Cross-Domain Collaborative Filtering via Intent-Adaptive Graph Reconstruction"; the
-    stored text names neither authors nor an identifier. Equations by the paper's own numbers:
+    "Privacy-Preserving Peer-to-Peer Cross-Domain Collaborative Filtering via Intent-Adaptive Graph
+    Reconstruction"; the stored text names neither authors nor an identifier. Equations by the
+    paper's own numbers:
 
     =====  =====================================  =========================================
     no.    section, what                          here
@@ -36,40 +38,48 @@ Notation
     =============  ====================================  =======================
 
 What crosses
-    domain → domain: `user_prototypes` and `item_prototypes`, perturbed, [K, dim] each, every round: 2·K·dim·4 bytes per
-    direction and domain, whatever the numbers of users and items. All peers get the same noisy arrays: one release. There is
-    no server. (The paper's 0.047 MB at K = 16, dim = 128 equal three such arrays both ways; it speaks of distributions that
-    its algorithm does not send.) Metrics that a run tracks (losses, signal-to-noise ratios) are not part of the accounting.
+    domain → domain: `user_prototypes` and `item_prototypes`, perturbed, [K, dim] each, every round:
+    2·K·dim·4 bytes per direction and domain, whatever the numbers of users and items. All peers get
+    the same noisy arrays: one release. There is no server. (The paper's 0.047 MB at K = 16, dim =
+    128 equal three such arrays both ways; it speaks of distributions that its algorithm does not
+    send.) Metrics that a run tracks (losses, signal-to-noise ratios) are not part of the
+    accounting.
 
 Departures
-    - Ω, Π and Â exist for candidate pairs only: observed edges, and `top_k` items by Ω of every user in the batch, found
-      in blocks. With more than `pool` items a random draw of `pool` of them competes.
-    - `updates` bounds the propagations over the whole graph in an epoch, which are also the optimiser's steps: e is computed
-      once per group of batches, their gradients are summed and go back through it once. One per batch is the rule; the
-      preset `book-movie` bounds them, since 8,700 propagations over 8.9 M interactions are not an epoch on any machine.
-    - `view="graph"` feeds the encoder all observed edges and the added ones of the batch's users; `view="batch"` only the
-      edges of the batch's users, at most `fanout` random ones each, so that its cost does not grow with the domain.
+    - Ω, Π and Â exist for candidate pairs only: observed edges, and `top_k` items by Ω of every
+      user in the batch, found in blocks. With more than `pool` items a random draw of `pool` of
+      them competes.
+    - `updates` bounds the propagations over the whole graph in an epoch, which are also the
+      optimiser's steps: e is computed once per group of batches, their gradients are summed and go
+      back through it once. One per batch is the rule; the preset `book-movie` bounds them, since
+      8,700 propagations over 8.9 M interactions are not an epoch on any machine.
+    - `view="graph"` feeds the encoder all observed edges and the added ones of the batch's users;
+      `view="batch"` only the edges of the batch's users, at most `fanout` random ones each, so that
+      its cost does not grow with the domain.
     - With more than two domains S̃ is the mean of what arrived.
-    - Beside the paper's release stands `release="contributions"` (see `contribution_sums`), and beside the exchange a
-      control, `peer="noise"`: domains send noise of the same size and nothing else.
+    - Beside the paper's release stands `release="contributions"` (see `contribution_sums`), and
+      beside the exchange a control, `peer="noise"`: domains send noise of the same size and nothing
+      else.
 
 Not stated in the paper
-    - One user can move every prototype, and 2K of them leave in a round: the whole message costs 2K·ε₀, where the paper
-      counts ε₀. `releases` declares both; the clipped vector is arbitrary within its ball, so what is hidden is the
-      domain's whole data, not only one interaction.
-    - All domains and seeds start from the same prototypes, so that an index means the same from the start. Embeddings and
-      prototypes start Xavier-uniform.
-    - Eq. (3) writes z_{l-1}, Eq. (4) z_l: z_l is meant in both. Eq. (2)'s sum is what Eq. (6) ranks with.
-    - Sums stay sums, as printed: over the pairs of a batch in Eq. (6), prototypes in Eq. (9), nodes in Eq. (16). Adam's
-      weight decay of 0.001 (section 4.4) acts on the gradient of these sums.
+    - One user can move every prototype, and 2K of them leave in a round: the whole message costs
+      2K·ε₀, where the paper counts ε₀. `releases` declares both; the clipped vector is arbitrary
+      within its ball, so what is hidden is the domain's whole data, not only one interaction.
+    - All domains and seeds start from the same prototypes, so that an index means the same from the
+      start. Embeddings and prototypes start Xavier-uniform.
+    - Eq. (3) writes z_{l-1}, Eq. (4) z_l: z_l is meant in both. Eq. (2)'s sum is what Eq. (6) ranks
+      with.
+    - Sums stay sums, as printed: over the pairs of a batch in Eq. (6), prototypes in Eq. (9), nodes
+      in Eq. (16). Adam's weight decay of 0.001 (section 4.4) acts on the gradient of these sums.
     - Eq. (9) is taken over user and over item prototypes and added.
-    - τ stands for three temperatures: of Eq. (9), of Ω and of the sampling. Only the first is given (0.1); the other two have
-      their own keys and the same value.
-    - Â is the relaxed sample of Eq. (15), normalised by its own degrees, and encoded with the same prototypes and layers.
+    - τ stands for three temperatures: of Eq. (9), of Ω and of the sampling. Only the first is given
+      (0.1); the other two have their own keys and the same value.
+    - Â is the relaxed sample of Eq. (15), normalised by its own degrees, and encoded with the same
+      prototypes and layers.
     - Eq. (16) runs over the different users and positive items of a batch.
     - Learning rate, local epochs per round, `top_k` and early stopping.
-    - Without intents (`ablation="intent"`) the encoder is LightGCN's sum, and K free vectors take the prototypes' place
-      everywhere else.
+    - Without intents (`ablation="intent"`) the encoder is LightGCN's sum, and K free vectors take
+      the prototypes' place everywhere else.
 """
 
 from __future__ import annotations
@@ -128,17 +138,30 @@ class Config(MethodConfig):
     weight_decay: float = Setting(1e-3, ge=0, description="Adam's weight decay")
     rounds: int = Setting(30, ge=0, description="T, rounds of exchange at most (section 5.3)")
     local_epochs: int = Setting(1, ge=1, description="E, epochs between two exchanges ◇")
-    patience: int | None = Setting(None, ge=1, description="evaluations without a better one before stopping ◇")
+    patience: int | None = Setting(
+        None, ge=1, description="evaluations without a better one before stopping ◇"
+    )
     updates: int | None = Setting(
-        None, ge=1, description="optimiser steps per epoch at most, each one propagation; none is one per batch ◇"
+        None,
+        ge=1,
+        description="optimiser steps per epoch at most, each one propagation; none "
+        "is one per batch ◇",
     )
 
-    C: float = Setting(1.0, gt=0, description="L1 norm to which a prototype is clipped (section 5.3)")
-    epsilon0: float = Setting(2.0, gt=0, description="ε₀, budget of one perturbed prototype in one round")
-    release: Literal["prototypes", "contributions"] = Setting(
-        "prototypes", description="prototypes: the paper's; contributions: clipped sums over users, same total ε ◇"
+    C: float = Setting(
+        1.0, gt=0, description="L1 norm to which a prototype is clipped (section 5.3)"
     )
-    peer: Literal["exchange", "noise"] = Setting("exchange", description="noise: a control that sends noise alone ◇")
+    epsilon0: float = Setting(
+        2.0, gt=0, description="ε₀, budget of one perturbed prototype in one round"
+    )
+    release: Literal["prototypes", "contributions"] = Setting(
+        "prototypes",
+        description="prototypes: the paper's; contributions: clipped sums over "
+        "users, same total ε ◇",
+    )
+    peer: Literal["exchange", "noise"] = Setting(
+        "exchange", description="noise: a control that sends noise alone ◇"
+    )
 
     beta: float = Setting(0.1, ge=0, description="β, weight of L_CCL")
     gamma: float = Setting(0.1, ge=0, description="γ, weight of L_SCL")
@@ -146,12 +169,20 @@ class Config(MethodConfig):
     tau_omega: float = Setting(0.1, gt=0, description="τ of Eq. (13) ◇")
     tau_edge: float = Setting(0.1, gt=0, description="τ of Eq. (15) ◇")
     tau_scl: float = Setting(0.15, gt=0, description="τ_scl of Eq. (16)")
-    lambda_: float = Setting(0.5, ge=0, lt=1, description="λ of Eq. (14), the observed edges' share")
+    lambda_: float = Setting(
+        0.5, ge=0, lt=1, description="λ of Eq. (14), the observed edges' share"
+    )
     top_k: int = Setting(10, ge=0, description="items by Ω that are added per user ◇")
     pool: int = Setting(8192, ge=1, description="items that compete for the top k at most ◇")
-    view: Literal["graph", "batch"] = Setting("graph", description="which observed edges Â holds beside the added ◇")
-    fanout: int | None = Setting(None, ge=1, description="with view=batch, observed edges of a user in Â at most ◇")
-    ablation: Literal["none", "intent", "ccl", "scl"] = Setting("none", description="the variants of section 5.2")
+    view: Literal["graph", "batch"] = Setting(
+        "graph", description="which observed edges Â holds beside the added ◇"
+    )
+    fanout: int | None = Setting(
+        None, ge=1, description="with view=batch, observed edges of a user in Â at most ◇"
+    )
+    ablation: Literal["none", "intent", "ccl", "scl"] = Setting(
+        "none", description="the variants of section 5.2"
+    )
 
     @model_validator(mode="after")
     def _fanout_belongs_to_the_batch_view(self) -> Self:
@@ -167,7 +198,8 @@ def encode(
     product: Callable[[Tensor], Tensor], ego: Tensor, user_s: Tensor, item_s: Tensor, n_users: int, layers: int,
     with_intents: bool = True,
 ) -> Tensor:  # fmt: skip
-    """Eq. (1), Eq. (2): z_l = D^-½AD^-½ e_{l-1}, e_l by `refine`, and their sum over the layers 0 … L.
+    """Eq. (1), Eq. (2): z_l = D^-½AD^-½ e_{l-1}, e_l by `refine`, and their sum over the layers 0 …
+    L.
 
     Args:
         product: x [n, dim] -> the normalised adjacency times x.
@@ -209,10 +241,12 @@ def ranking_loss(user: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
 def perturb(
     clipped: npt.NDArray[np.floating[Any]], bound: float, epsilon: float, rng: np.random.Generator
 ) -> npt.NDArray[np.float32]:
-    """Eq. (7): s̃ = s̄ + Laplace(0, 2C/ε)^D, independent noise on every coordinate. [K, dim] -> [K, dim].
+    """Eq. (7): s̃ = s̄ + Laplace(0, 2C/ε)^D, independent noise on every coordinate. [K, dim] -> [K,
+    dim].
 
     Args:
-        clipped: what changes by at most 2C in L1 norm when a unit changes; for the paper's release each row by itself.
+        clipped: what changes by at most 2C in L1 norm when a unit changes; for the paper's release
+            each row by itself.
         bound: C. rng: `Context.noise_rng`.
     """
     return add_laplace(clipped, laplace_scale(2 * bound, epsilon), rng)
@@ -224,7 +258,9 @@ def alignment(own: Tensor, received: Tensor, tau: float) -> Tensor:
 
 
 def distance(own: Tensor, received: Tensor) -> Tensor:
-    """What stands in for Eq. (9) without CCL (section 5.2): Σ_k ‖s_k − s̃_k‖². two [K, dim] -> scalar."""
+    """What stands in for Eq. (9) without CCL (section 5.2): Σ_k ‖s_k − s̃_k‖². two [K, dim] ->
+    scalar.
+    """
     return (own - received).square().sum()
 
 
@@ -249,7 +285,8 @@ def connection_logits(users: Tensor, items: Tensor, tau: float) -> Tensor:
 
 
 def interpolated_log_odds(logits: Tensor, observed: Tensor, lambda_: float) -> Tensor:
-    """Eq. (14): log Π − log(1 − Π) of Π = λA + (1 − λ)Ω, from the logits of Ω: finite where Ω itself rounds to 0 or 1.
+    """Eq. (14): log Π − log(1 − Π) of Π = λA + (1 − λ)Ω, from the logits of Ω: finite where Ω
+    itself rounds to 0 or 1.
 
     With A = 1 it is log(λ + (1 − λ)Ω) − log((1 − λ)(1 − Ω)); with A = 0 the same of 1 − Ω, negated.
 
@@ -259,7 +296,9 @@ def interpolated_log_odds(logits: Tensor, observed: Tensor, lambda_: float) -> T
     sign = torch.where(observed, 1.0, -1.0)
     chance = math.log1p(-lambda_) + F.logsigmoid(sign * logits)
     share = logits.new_tensor(math.log(lambda_) if lambda_ else -math.inf)
-    return sign * (torch.logaddexp(share, chance) - math.log1p(-lambda_) - F.logsigmoid(-sign * logits))
+    return sign * (
+        torch.logaddexp(share, chance) - math.log1p(-lambda_) - F.logsigmoid(-sign * logits)
+    )
 
 
 def sample_edges(log_odds: Tensor, noise: Tensor, tau: float) -> Tensor:
@@ -272,7 +311,9 @@ def sample_edges(log_odds: Tensor, noise: Tensor, tau: float) -> Tensor:
 
 
 def dual_view(anchor: Tensor, view: Tensor, tau: float) -> Tensor:
-    """Eq. (16): −Σ_u log softmax_u′(cos(e_u, ê_u′)/τ) at u′ = u; Eq. (17) adds users' and items'. two [a, dim] -> scalar."""
+    """Eq. (16): −Σ_u log softmax_u′(cos(e_u, ê_u′)/τ) at u′ = u; Eq. (17) adds users' and items'.
+    two [a, dim] -> scalar.
+    """
     return len(anchor) * info_nce(anchor, view, tau)
 
 
@@ -281,14 +322,19 @@ def joint_loss(rec: Tensor, ccl: Tensor, scl: Tensor, beta: float, gamma: float)
     return rec + beta * ccl + gamma * scl
 
 
-def contribution_sums(shares: Tensor, vectors: Tensor, weights: Tensor, bound: float) -> npt.NDArray[np.float64]:
-    """Σ over users of ½(P_u − 1/K) ⊗ v_u, v_u clipped to L1 norm C: the users' vectors, sorted by intent. [K, dim].
+def contribution_sums(
+    shares: Tensor, vectors: Tensor, weights: Tensor, bound: float
+) -> npt.NDArray[np.float64]:
+    """Σ over users of ½(P_u − 1/K) ⊗ v_u, v_u clipped to L1 norm C: the users' vectors, sorted by
+    intent. [K, dim].
 
-    A user's term is a [K, dim] matrix whose L1 norm is at most C, since Σ_k |P_uk − 1/K| < 2; replacing it by another
-    user's moves the sums by at most 2C, all K · dim entries together. The encoder that made the vectors is held fixed.
+    A user's term is a [K, dim] matrix whose L1 norm is at most C, since Σ_k |P_uk − 1/K| < 2;
+    replacing it by another user's moves the sums by at most 2C, all K · dim entries together. The
+    encoder that made the vectors is held fixed.
 
     Args:
-        shares: [m, K]. vectors: [m, dim]. weights: [m], with sum 1 for each user; a row counts that often.
+        shares: [m, K]. vectors: [m, dim]. weights: [m], with sum 1 for each user; a row counts that
+            often.
         bound: C.
     """
     clipped = clip_l1(vectors.cpu().numpy(), bound)
@@ -301,21 +347,33 @@ def contribution_sums(shares: Tensor, vectors: Tensor, weights: Tensor, bound: f
 
 
 class Domain(nn.Module):
-    """All that a domain owns. Parameters are its state, with the optimizer; the graph is rebuilt from the data."""
+    """All that a domain owns. Parameters are its state, with the optimizer; the graph is rebuilt
+    from the data.
+    """
 
     def __init__(self, config: Config, ctx: Context) -> None:
         super().__init__()
         self.config, self.device = config, ctx.device
         self.data = data = ctx.own
         tables = [torch.empty(size, config.dim) for size in (data.n_users, data.n_items)]
-        self.ego = nn.Parameter(torch.cat([nn.init.xavier_uniform_(t, generator=ctx.torch_rng) for t in tables]))
-        shared = generators(0, "p2p_iagr", "prototypes")[1]  # the same at every domain and for every seed
-        start = [nn.init.xavier_uniform_(torch.empty(config.K, config.dim), generator=shared) for _ in range(2)]
+        self.ego = nn.Parameter(
+            torch.cat([nn.init.xavier_uniform_(t, generator=ctx.torch_rng) for t in tables])
+        )
+        # the same at every domain and for every seed
+        shared = generators(0, "p2p_iagr", "prototypes")[1]
+        start = [
+            nn.init.xavier_uniform_(torch.empty(config.K, config.dim), generator=shared)
+            for _ in range(2)
+        ]
         self.user_s, self.item_s = (nn.Parameter(table) for table in start)
         self.to(ctx.device)
-        self.adjacency = bipartite_adjacency(data.n_users, data.n_items, data.users, data.items, ctx.device)
+        self.adjacency = bipartite_adjacency(
+            data.n_users, data.n_items, data.users, data.items, ctx.device
+        )
         pairs = np.unique(data.users * data.n_items + data.items)  # the observed edges, by user
-        self.users, self.items = (torch.from_numpy(x).to(ctx.device) for x in np.divmod(pairs, data.n_items))
+        self.users, self.items = (
+            torch.from_numpy(x).to(ctx.device) for x in np.divmod(pairs, data.n_items)
+        )
         self.pointer = F.pad(torch.bincount(self.users, minlength=data.n_users).cumsum(0), (1, 0))
         self.optimizer = self.new_optimizer()
         self.final: Tensor | None = None
@@ -323,7 +381,9 @@ class Domain(nn.Module):
     def new_optimizer(self) -> torch.optim.Adam:
         """Adam on all parameters, with the paper's weight decay."""
         config = self.config
-        return torch.optim.Adam(self.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
+        return torch.optim.Adam(
+            self.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True
+        )
 
     def prototypes(self) -> dict[str, Tensor]:
         """S^u and S^v by side, [K, dim] each."""
@@ -332,7 +392,15 @@ class Domain(nn.Module):
     def encoded(self, product: Callable[[Tensor], Tensor], ego: Tensor, n_users: int) -> Tensor:
         """`encode` with this domain's prototypes."""
         config = self.config
-        return encode(product, ego, self.user_s, self.item_s, n_users, config.layers, config.ablation != "intent")
+        return encode(
+            product,
+            ego,
+            self.user_s,
+            self.item_s,
+            n_users,
+            config.layers,
+            config.ablation != "intent",
+        )
 
     def vectors(self) -> Tensor:
         """e of all nodes over the observed graph, with gradient. [n, dim]."""
@@ -340,7 +408,9 @@ class Domain(nn.Module):
 
     @torch.no_grad()
     def ranking(self) -> tuple[Tensor, Tensor]:
-        """The vectors that rank: users [n_users, dim] and items [n_items, dim]; kept until training goes on."""
+        """The vectors that rank: users [n_users, dim] and items [n_items, dim]; kept until training
+        goes on.
+        """
         if self.final is None:
             self.final = self.vectors()
         return self.final[: self.data.n_users], self.final[self.data.n_users :]
@@ -352,7 +422,8 @@ class Candidates:
 
     Attributes:
         nodes: rows of `ego`, users first, int64 [a + c]. n_users: a.
-        users, items: the pairs, as places among the a users and the c items, int64 [m]. observed: A, bool [m].
+        users, items: the pairs, as places among the a users and the c items, int64 [m]. observed:
+            A, bool [m].
         batch: user, positive and negative of the batch's pairs, as places in `nodes`, int64 [3, b].
     """
 
@@ -369,7 +440,8 @@ class Pool:
     """The items that compete for a user's top k.
 
     Attributes:
-        items: int64 [c], ascending. place: int64 [n_items], where an item stands in `items`, -1 for the others.
+        items: int64 [c], ascending. place: int64 [n_items], where an item stands in `items`, -1 for
+            the others.
         vectors: ẽ_v [c, dim]. user_prior: C^u [K, dim].
     """
 
@@ -380,22 +452,28 @@ class Pool:
 
 
 @torch.no_grad()
-def top_items(users: Tensor, items: Tensor, seen: tuple[Tensor, Tensor], k: int, tau: float) -> tuple[Tensor, Tensor]:
-    """The k items of largest Ω of every user among those without an observed edge, found in blocks of users.
+def top_items(
+    users: Tensor, items: Tensor, seen: tuple[Tensor, Tensor], k: int, tau: float
+) -> tuple[Tensor, Tensor]:
+    """The k items of largest Ω of every user among those without an observed edge, found in blocks
+    of users.
 
     Args:
         users: ẽ_u [a, dim]. items: ẽ_v [c, dim].
         seen: the observed pairs as places among users and items, int64 [s] twice, sorted by user.
 
     Returns:
-        The added pairs as places among users and items, int64 twice; fewer than a · k where a user has seen nearly all.
+        The added pairs as places among users and items, int64 twice; fewer than a · k where a user
+        has seen nearly all.
     """
     owners, columns = seen
     step, keep = max(1, BLOCK_ELEMENTS // max(len(items), 1)), min(k, len(items))
     found = [(owners[:0], columns[:0])]
     for start in range(0, len(users), step):
         logits = connection_logits(users[start : start + step], items, tau)
-        low, high = torch.searchsorted(owners, torch.tensor([start, start + step], device=owners.device)).tolist()
+        low, high = torch.searchsorted(
+            owners, torch.tensor([start, start + step], device=owners.device)
+        ).tolist()
         logits[owners[low:high] - start, columns[low:high]] = -math.inf
         best, place = logits.topk(keep, dim=1)
         row, column = best.isfinite().nonzero(as_tuple=True)
@@ -404,22 +482,34 @@ def top_items(users: Tensor, items: Tensor, seen: tuple[Tensor, Tensor], k: int,
 
 
 @torch.no_grad()
-def draw_pool(state: Domain, final: Tensor, received: Mapping[str, Tensor], rng: torch.Generator) -> Pool:
+def draw_pool(
+    state: Domain, final: Tensor, received: Mapping[str, Tensor], rng: torch.Generator
+) -> Pool:
     """All items, or `Config.pool` random ones, with their prior-aware vectors."""
     n_users, n_items = state.data.n_users, state.data.n_items
     items = torch.arange(n_items, device=state.device)
     if n_items > state.config.pool:
-        items = torch.randperm(n_items, generator=rng)[: state.config.pool].sort().values.to(state.device)
+        items = (
+            torch.randperm(n_items, generator=rng)[: state.config.pool]
+            .sort()
+            .values.to(state.device)
+        )
     place = items.new_full((n_items,), -1)
     place[items] = torch.arange(len(items), device=state.device)
-    user_prior, item_prior = (shared_prior(own, received.get(side)) for side, own in state.prototypes().items())
+    user_prior, item_prior = (
+        shared_prior(own, received.get(side)) for side, own in state.prototypes().items()
+    )
     vectors = prior_aware(affinity(final[items + n_users], item_prior), item_prior)
     return Pool(items, place, vectors, user_prior)
 
 
 @torch.no_grad()
-def candidates(state: Domain, batch: Batch, final: Tensor, pool: Pool | None, rng: torch.Generator) -> Candidates:
-    """The batch's part of the graph: observed edges (of all users, or of the batch's) and the added ones; no pool, no edges."""
+def candidates(
+    state: Domain, batch: Batch, final: Tensor, pool: Pool | None, rng: torch.Generator
+) -> Candidates:
+    """The batch's part of the graph: observed edges (of all users, or of the batch's) and the added
+    ones; no pool, no edges.
+    """
     config, n_users = state.config, state.data.n_users
     user, positive, negative = (column.to(state.device) for column in batch)
     users, owner = torch.unique(user, return_inverse=True)
@@ -437,18 +527,30 @@ def candidates(state: Domain, batch: Batch, final: Tensor, pool: Pool | None, rn
         added_items = pool.items[found]
         if config.fanout is not None:  # the first of every user's history in a random order
             order = torch.argsort(
-                seen_users + torch.rand(len(seen_users), generator=rng, dtype=torch.float64).to(state.device)
+                seen_users
+                + torch.rand(len(seen_users), generator=rng, dtype=torch.float64).to(state.device)
             )
-            rank = torch.arange(len(order), device=state.device) - (count.cumsum(0) - count)[seen_users]
+            rank = (
+                torch.arange(len(order), device=state.device)
+                - (count.cumsum(0) - count)[seen_users]
+            )
             kept = order[rank < config.fanout]
             seen_users, seen_items = seen_users[kept], seen_items[kept]
     if config.view == "graph":
-        edge_users, edge_items = torch.cat([state.users, users[added_users]]), torch.cat([state.items, added_items])
-        nodes, places = torch.arange(len(final), device=state.device), torch.stack([user, positive, negative])
+        edge_users, edge_items = (
+            torch.cat([state.users, users[added_users]]),
+            torch.cat([state.items, added_items]),
+        )
+        nodes, places = (
+            torch.arange(len(final), device=state.device),
+            torch.stack([user, positive, negative]),
+        )
         places[1:] += n_users
         observed = torch.arange(len(edge_users), device=state.device) < len(state.users)
         return Candidates(nodes, n_users, edge_users, edge_items, observed, places)
-    items, where = torch.unique(torch.cat([positive, negative, seen_items, added_items]), return_inverse=True)
+    items, where = torch.unique(
+        torch.cat([positive, negative, seen_items, added_items]), return_inverse=True
+    )
     b = len(user)
     return Candidates(
         nodes=torch.cat([users, items + n_users]),
@@ -461,7 +563,12 @@ def candidates(state: Domain, batch: Batch, final: Tensor, pool: Pool | None, rn
 
 
 def structural_contrast(
-    state: Domain, pairs: Candidates, final: Tensor, ego: Tensor, received: Mapping[str, Tensor], rng: torch.Generator
+    state: Domain,
+    pairs: Candidates,
+    final: Tensor,
+    ego: Tensor,
+    received: Mapping[str, Tensor],
+    rng: torch.Generator,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """L_SCL of a batch: equations 11 to 17 in a row.
 
@@ -469,7 +576,8 @@ def structural_contrast(
         final, ego: e and e_0 of the candidates' nodes, [a + c, dim].
 
     Returns:
-        The loss, and of Â: mean weight of observed and of added edges, share of Ω that is 0 or 1 to within 1 %.
+        The loss, and of Â: mean weight of observed and of added edges, share of Ω that is 0 or 1 to
+            within 1 %.
     """
     config, a = state.config, pairs.n_users
     aware = []
@@ -478,26 +586,39 @@ def structural_contrast(
         aware.append(prior_aware(affinity(e, prior), prior))
     pattern = bipartite_pattern(a, len(final) - a, pairs.users, pairs.items)
     logits = edge_products(pattern, torch.cat(aware)) / config.tau_omega
-    uniform = torch.rand(len(logits), generator=rng).clamp(min=torch.finfo(torch.float32).tiny).to(state.device)
+    uniform = (
+        torch.rand(len(logits), generator=rng)
+        .clamp(min=torch.finfo(torch.float32).tiny)
+        .to(state.device)
+    )
     log_odds = interpolated_log_odds(logits, pairs.observed, config.lambda_)
     edges = sample_edges(log_odds, torch.logit(uniform), config.tau_edge)
     values = normalised_weights(pattern, edges)
     view = state.encoded(lambda x: weighted_product(pattern, values, x), ego, a)
     users, items = torch.unique(pairs.batch[0]), torch.unique(pairs.batch[1])
-    loss = dual_view(final[users], view[users], config.tau_scl) + dual_view(final[items], view[items], config.tau_scl)
+    loss = dual_view(final[users], view[users], config.tau_scl) + dual_view(
+        final[items], view[items], config.tau_scl
+    )
     with torch.no_grad():
         observed, weights = pairs.observed, edges.detach()
         told = {
             "loss_scl": loss.detach() / (len(users) + len(items)),
             "edges_observed": weights[observed].mean() if observed.any() else loss.new_zeros(()),
             "edges_added": weights[~observed].mean() if not observed.all() else loss.new_zeros(()),
-            "omega_saturated": (logits.abs() > SATURATED).float().mean() if len(logits) else loss.new_zeros(()),
+            "omega_saturated": (logits.abs() > SATURATED).float().mean()
+            if len(logits)
+            else loss.new_zeros(()),
         }
     return loss, told
 
 
 def batch_loss(
-    state: Domain, pairs: Candidates, final: Tensor, ego: Tensor, received: Mapping[str, Tensor], rng: torch.Generator
+    state: Domain,
+    pairs: Candidates,
+    final: Tensor,
+    ego: Tensor,
+    received: Mapping[str, Tensor],
+    rng: torch.Generator,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Eq. (18) of one batch, and its parts per pair, per prototype and per node."""
     config = state.config
@@ -507,8 +628,13 @@ def batch_loss(
         if side not in received:  # a domain alone agrees with nobody
             continue
         l2 = config.ablation == "ccl"
-        ccl = ccl + (distance(own, received[side]) if l2 else alignment(own, received[side], config.tau))
-    told = {"loss_bpr": rec.detach() / pairs.batch.shape[1], "loss_ccl": ccl.detach() / (2 * config.K)}
+        ccl = ccl + (
+            distance(own, received[side]) if l2 else alignment(own, received[side], config.tau)
+        )
+    told = {
+        "loss_bpr": rec.detach() / pairs.batch.shape[1],
+        "loss_ccl": ccl.detach() / (2 * config.K),
+    }
     scl = rec.new_zeros(())
     if config.ablation != "scl":
         scl, more = structural_contrast(state, pairs, final, ego, received, rng)
@@ -524,13 +650,19 @@ def signals(state: Domain) -> tuple[dict[str, npt.NDArray[np.float64]], float]:
     """What is to be perturbed, [K, dim] by side, and the ε that each release of it gets."""
     config = state.config
     if config.release == "prototypes":
-        clean = {side: clip_l1(own.cpu().numpy(), config.C) for side, own in state.prototypes().items()}
+        clean = {
+            side: clip_l1(own.cpu().numpy(), config.C) for side, own in state.prototypes().items()
+        }
         return clean, config.epsilon0
     users, items = state.ranking()
     degree = torch.diff(state.pointer).clamp(min=1).float()
-    weight = torch.zeros(len(items), device=state.device).index_add_(0, state.items, degree.reciprocal()[state.users])
+    weight = torch.zeros(len(items), device=state.device).index_add_(
+        0, state.items, degree.reciprocal()[state.users]
+    )
     return {
-        "user": contribution_sums(intent_shares(users, state.user_s), users, torch.ones(len(users)), config.C),
+        "user": contribution_sums(
+            intent_shares(users, state.user_s), users, torch.ones(len(users)), config.C
+        ),
         "item": contribution_sums(intent_shares(items, state.item_s), items, weight, config.C),
     }, config.K * config.epsilon0
 
@@ -544,7 +676,9 @@ def exchange(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
         if config.peer == "noise":
             signal = np.zeros_like(signal)
         message[f"{side}_prototypes"] = perturb(signal, config.C, epsilon, ctx.noise_rng)
-        metrics[f"signal_to_noise_{side}"] = signal_to_noise(signal, laplace_scale(2 * config.C, epsilon))
+        metrics[f"signal_to_noise_{side}"] = signal_to_noise(
+            signal, laplace_scale(2 * config.C, epsilon)
+        )
     return Out(dict.fromkeys(ctx.peers, message), metrics)
 
 
@@ -554,7 +688,8 @@ def shared_prior(own: Tensor, received: Tensor | None) -> Tensor:
 
 
 def receive(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> dict[str, Tensor]:
-    """S̃ by side, the mean over the peers; sums of contributions come without a scale and take that of the own prototypes.
+    """S̃ by side, the mean over the peers; sums of contributions come without a scale and take that
+    of the own prototypes.
 
     Empty for a domain that has no peers.
     """
@@ -562,7 +697,9 @@ def receive(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> dict[s
     if not ctx.peers:
         return received
     for side, own in state.prototypes().items():
-        arrived = np.mean([inbox[name][f"{side}_prototypes"] for name in sorted(inbox)], axis=0, dtype=np.float32)
+        arrived = np.mean(
+            [inbox[name][f"{side}_prototypes"] for name in sorted(inbox)], axis=0, dtype=np.float32
+        )
         received[side] = torch.from_numpy(arrived).to(state.device)
         if state.config.release == "contributions":
             received[side] *= own.detach().norm() / received[side].norm()
@@ -589,7 +726,9 @@ def train(state: Domain, inbox: Mapping[str, Payload], ctx: Context) -> Out:
 def update(
     state: Domain, group: list[Batch], received: Mapping[str, Tensor], rng: torch.Generator
 ) -> list[dict[str, Tensor]]:
-    """One optimiser step on the sum of the batches' losses, with one propagation over the whole graph, forth and back."""
+    """One optimiser step on the sum of the batches' losses, with one propagation over the whole
+    graph, forth and back.
+    """
     state.final = None
     state.optimizer.zero_grad()
     encoded = state.vectors()
@@ -614,7 +753,9 @@ def update(
 
 @torch.no_grad()
 def _told_of_prototypes(state: Domain, received: Mapping[str, Tensor]) -> dict[str, float]:
-    """Of both sides: the largest |cosine| of two own prototypes, and the mean cosine of own and received by index."""
+    """Of both sides: the largest |cosine| of two own prototypes, and the mean cosine of own and
+    received by index.
+    """
     told = {}
     for side, own in state.prototypes().items():
         unit = F.normalize(own, dim=1)
@@ -664,7 +805,9 @@ def stages(config: Config) -> tuple[Stage, ...]:
 
 
 def releases(config: Config) -> tuple[Release, ...]:
-    """What leaves in a round, as the accountant counts it; nothing about the domain where it is noise alone."""
+    """What leaves in a round, as the accountant counts it; nothing about the domain where it is
+    noise alone.
+    """
     if config.peer == "noise":
         return ()
     sums = config.release == "contributions"
@@ -674,7 +817,9 @@ def releases(config: Config) -> tuple[Release, ...]:
             stage="train",
             keys=("user_prototypes", "item_prototypes"),
             mechanism="laplace",
-            unit="one user's term in the sums, the encoder being held fixed" if sums else "a domain's whole data",
+            unit="one user's term in the sums, the encoder being held fixed"
+            if sums
+            else "a domain's whole data",
             sensitivity=2 * config.C,
             scale=laplace_scale(2 * config.C, epsilon),
             per_round_epsilon=config.epsilon0,
@@ -695,8 +840,18 @@ METHOD = Method(
     load_state_dict=load_state_dict,
     export=export,
     fields=(
-        Field("user_prototypes", Direction.PEER, ("K", "dim"), "user intent prototypes, clipped and perturbed"),
-        Field("item_prototypes", Direction.PEER, ("K", "dim"), "item intent prototypes, clipped and perturbed"),
+        Field(
+            "user_prototypes",
+            Direction.PEER,
+            ("K", "dim"),
+            "user intent prototypes, clipped and perturbed",
+        ),
+        Field(
+            "item_prototypes",
+            Direction.PEER,
+            ("K", "dim"),
+            "item intent prototypes, clipped and perturbed",
+        ),
     ),
     releases=releases,
 )

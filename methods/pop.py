@@ -67,7 +67,9 @@ def popularity(data: Interactions, recent: float) -> torch.Tensor:
     count = math.ceil(recent * len(data.items))
     latest = np.argsort(data.times, kind="stable")[len(data.items) - count :]
     pairs = np.unique(data.users[latest] * data.n_items + data.items[latest])
-    return torch.from_numpy(np.bincount(pairs % data.n_items, minlength=data.n_items).astype(np.float32))
+    return torch.from_numpy(
+        np.bincount(pairs % data.n_items, minlength=data.n_items).astype(np.float32)
+    )
 
 
 @dataclass(slots=True)
@@ -89,7 +91,9 @@ def count(state: State, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     return Out(metrics={"largest": float(state.counts.max()) if len(state.counts) else 0.0})
 
 
-def same_for_all(exported: Mapping[str, torch.Tensor], users: npt.NDArray[np.int64]) -> torch.Tensor:
+def same_for_all(
+    exported: Mapping[str, torch.Tensor], users: npt.NDArray[np.int64]
+) -> torch.Tensor:
     """`counts` [n_items] for every user: int64 [b] -> [b, n_items]."""
     return exported["counts"].expand(len(users), -1)
 
@@ -112,7 +116,9 @@ def state_dict(state: State) -> dict[str, Any]:
 def load_state_dict(state: State, saved: Mapping[str, Any]) -> None:
     """The reverse of `state_dict`, into a state of the same config and data."""
     if saved["counts"].shape != state.counts.shape:
-        raise ValueError(f"counts of {len(saved['counts'])} items for a domain of {len(state.counts)}")
+        raise ValueError(
+            f"counts of {len(saved['counts'])} items for a domain of {len(state.counts)}"
+        )
     state.counts = saved["counts"].clone()
 
 

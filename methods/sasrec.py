@@ -1,8 +1,9 @@
-"""SASRec: self-attention over a user's history, as the sequential baseline that every domain trains alone.
+"""SASRec: self-attention over a user's history, as the sequential baseline that every domain trains
+alone.
 
 Paper
-    Kang and McAuley, "Self-Attentive Sequential Recommendation", ICDM 2018, arXiv 1808.09781. The numbers count the
-    displays of its section III in order:
+    Kang and McAuley, "Self-Attentive Sequential Recommendation", ICDM 2018, arXiv 1808.09781. The
+    numbers count the displays of its section III in order:
 
     =====  ====================================  ======================================================
     no.    what                                  here
@@ -29,25 +30,30 @@ Notation
     ==========  =========================================  ================
 
 What crosses
-    Nothing: the method has one local stage, without edges. A round is one epoch over the domain's histories.
+    Nothing: the method has one local stage, without edges. A round is one epoch over the domain's
+    histories.
 
 Departures
-    - The loss is a setting, since it alone reorders methods. The default is the cross-entropy over all items at every
-      position; the preset `paper` has Eq. (11).
-    - Histories longer than n are cut into windows, so that every item is trained on once per epoch; the paper keeps the
-      last n (`cut="last"`).
-    - Batches hold windows of similar length and are padded at their end to the longest in them, not to n. With causal
-      attention no position sees padding, so the results are those of padding at the front to n.
-    - Attention has an output projection. With one head it adds nothing: it could be merged with the value projection.
-    - The authors' code feeds the normalised query on instead of x in Eq. (6); the paper's equation is built.
+    - The loss is a setting, since it alone reorders methods. The default is the cross-entropy over
+      all items at every position; the preset `paper` has Eq. (11).
+    - Histories longer than n are cut into windows, so that every item is trained on once per epoch;
+      the paper keeps the last n (`cut="last"`).
+    - Batches hold windows of similar length and are padded at their end to the longest in them, not
+      to n. With causal attention no position sees padding, so the results are those of padding at
+      the front to n.
+    - Attention has an output projection. With one head it adds nothing: it could be merged with the
+      value projection.
+    - The authors' code feeds the normalised query on instead of x in Eq. (6); the paper's equation
+      is built.
 
 Not stated in the paper
-    - With the norm before the steps, M_s is multiplied by √dim, as in the authors' code, and the last block's output is
-      normalised. With `norm="post"` the input is, as in BERT.
+    - With the norm before the steps, M_s is multiplied by √dim, as in the authors' code, and the
+      last block's output is normalised. With `norm="post"` the input is, as in BERT.
     - Negatives are drawn afresh every epoch, uniformly from the items the user has not trained on.
     - Weights start from N(0, 0.02²).
-    - What is looked at when ranking is all that is known by then: the training history for validation, that and the
-      validation items for the test. A user without history gets equal scores for all items.
+    - What is looked at when ranking is all that is known by then: the training history for
+      validation, that and the validation items for the test. A user without history gets equal
+      scores for all items.
 """
 
 from __future__ import annotations
@@ -64,7 +70,9 @@ from crossfed.platform.method import Context, Method, Out, Payload, Phase, Scope
 
 
 class Config(NextItemConfig):
-    """The network and its training, from section IV-B where said so. ◇: not in the paper, chosen here."""
+    """The network and its training, from section IV-B where said so. ◇: not in the paper, chosen
+    here.
+    """
 
     epochs: int = Field(200, ge=0, description="local epochs at most (section IV-B)")
     patience: int | None = Field(

@@ -1,9 +1,10 @@
 """TIGER+FedAvg and TIGER+FedProx: the generator of semantic IDs, averaged whole over domains.
 
 Paper
-    Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020, arXiv 1812.06127. With μ = 0 it is
-    FedAvg (McMahan et al., AISTATS 2017). The network is `crossfed.methods.parts.generative`. Both are baselines of FedCGR
-    (arXiv 2608.10929, Table 3), whose sizes and schedule they have; Eq. (1) and Eq. (2) here are FedProx's, its objective and
+    Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020, arXiv
+    1812.06127. With μ = 0 it is FedAvg (McMahan et al., AISTATS 2017). The network is
+    `crossfed.methods.parts.generative`. Both are baselines of FedCGR (arXiv 2608.10929, Table 3),
+    whose sizes and schedule they have; Eq. (1) and Eq. (2) here are FedProx's, its objective and
     what a device minimises.
 
 Notation
@@ -28,9 +29,11 @@ Departures
     - The network departs from TIGER's as `crossfed.methods.tiger` says.
 
 Not stated in the paper
-    - What FedCGR's TIGER+FedAvg shares. All of it is shared here, which comes to the 17.4 MB that are reported.
+    - What FedCGR's TIGER+FedAvg shares. All of it is shared here, which comes to the 17.4 MB that
+      are reported.
     - Adam's moments stay with their domain over the rounds. The server draws the first w.
-    - What is evaluated and kept is the average; all domains stop together, on the mean of their validation metrics.
+    - What is evaluated and kept is the average; all domains stop together, on the mean of their
+      validation metrics.
 """
 
 from __future__ import annotations
@@ -65,13 +68,19 @@ SHARING = Sharing(
 
 
 class Config(GeneratorConfig):
-    """The network and the federation as in FedCGR's section 4.1.4. ◇: not in the paper, chosen here."""
+    """The network and the federation as in FedCGR's section 4.1.4. ◇: not in the paper, chosen
+    here.
+    """
 
     rounds: int = Field(40, ge=0, description="federated rounds at most")
     local_epochs: int = Field(2, ge=1, description="E, local epochs in a round")
     warmup: int = Field(5, ge=0, description="rounds in which the learning rate rises")
-    mu: float = Field(0.0, ge=0, description="μ of Eq. (2); 0 is FedAvg (FedCGR's μ for FedProx: 0.01)")
-    patience: int | None = Field(None, ge=1, description="evaluations without a better one before stopping ◇")
+    mu: float = Field(
+        0.0, ge=0, description="μ of Eq. (2); 0 is FedAvg (FedCGR's μ for FedProx: 0.01)"
+    )
+    patience: int | None = Field(
+        None, ge=1, description="evaluations without a better one before stopping ◇"
+    )
 
 
 def init_domain(config: Config, ctx: Context) -> GenerativeLearner:
@@ -80,7 +89,9 @@ def init_domain(config: Config, ctx: Context) -> GenerativeLearner:
 
 
 def train(state: GenerativeLearner, inbox: Mapping[str, Payload], ctx: Context) -> Out:
-    """Eq. (2): E epochs on h_k(w; w^t) = F_k(w) + (μ/2)‖w - w^t‖², w^t being the average that the round starts from."""
+    """Eq. (2): E epochs on h_k(w; w^t) = F_k(w) + (μ/2)‖w - w^t‖², w^t being the average that the
+    round starts from.
+    """
     config = state.config
     assert isinstance(config, Config)
     weights = list(SHARING.parameters(state.net).values())
@@ -96,7 +107,8 @@ def init_server(config: Config, ctx: Context) -> Server:
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
-    """One federated stage; Eq. (1)'s weights p_k = n_k / n are those of `parts.averaging.average`."""
+    """One federated stage; Eq. (1)'s weights p_k = n_k / n are those of `parts.averaging.average`.
+    """
     return (
         Stage(
             "federated",

@@ -1,4 +1,5 @@
-"""Checkpoints without pickle: nested state as safetensors (arrays) and JSON (structure and scalars), committed by rename.
+"""Checkpoints without pickle: nested state as safetensors (arrays) and JSON (structure and
+scalars), committed by rename.
 
 Layout of a run directory's `checkpoints/`:
 
@@ -57,7 +58,10 @@ def _pack(value: Any, arrays: dict[str, torch.Tensor]) -> Any:
         arrays[name] = tensor.contiguous().clone()
         return {"kind": "array" if isinstance(value, np.ndarray) else "tensor", "name": name}
     if isinstance(value, Mapping):
-        return {"kind": "map", "items": [[_pack(key, arrays), _pack(item, arrays)] for key, item in value.items()]}
+        return {
+            "kind": "map",
+            "items": [[_pack(key, arrays), _pack(item, arrays)] for key, item in value.items()],
+        }
     if isinstance(value, list | tuple):
         return {
             "kind": "list" if isinstance(value, list) else "tuple",
@@ -68,7 +72,8 @@ def _pack(value: Any, arrays: dict[str, torch.Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return {"kind": "value", "value": value}
     raise TypeError(
-        f"state holds a {type(value).__name__}; only tensors, arrays, mappings, lists and scalars are saved"
+        f"state holds a {type(value).__name__}; only tensors, arrays, mappings, lists and "
+        f"scalars are saved"
     )
 
 
@@ -94,7 +99,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise CrossfedError(
-            f"{path} cannot be written ({error}); the last committed round stays. Free the disk and --resume."
+            f"{path} cannot be written ({error}); the last committed round stays. Free the "
+            f"disk and --resume."
         ) from error
 
 
@@ -141,11 +147,14 @@ def _parse(path: Path) -> Any:
 
 
 def save(path: Path, state: Any) -> dict[str, str]:
-    """Write a nested state to `<path>.json` and `<path>.safetensors`; returns the SHA-256 of both by file name.
+    """Write a nested state to `<path>.json` and `<path>.safetensors`; returns the SHA-256 of both
+    by file name.
 
     Raises:
-        CrossfedError: the disk is full or cannot be written; what was committed before is untouched.
-        TypeError: the state holds something other than tensors, arrays, mappings, lists and scalars.
+        CrossfedError: the disk is full or cannot be written; what was committed before is
+            untouched.
+        TypeError: the state holds something other than tensors, arrays, mappings, lists and
+            scalars.
     """
     from safetensors.torch import save_file
 
@@ -178,7 +187,15 @@ def load(path: Path) -> Any:
         with safe_open(f"{path}.safetensors", framework="pt") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         return _unpack(structure, arrays)
-    except (CrossfedError, OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+    except (
+        CrossfedError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         raise CrossfedError(f"The checkpoint {path} is missing or damaged ({error}).") from error
 
 
@@ -195,9 +212,11 @@ class Checkpoints:
         self.folder, self.parts, self.keep = run_dir / "checkpoints", tuple(parts), keep
 
     def open(self, number: int) -> Path:
-        """A fresh folder for the nodes to write commit `number` into; nothing counts before `commit()`.
+        """A fresh folder for the nodes to write commit `number` into; nothing counts before
+        `commit()`.
 
-        Its name occurs once: a process of an earlier attempt that is still writing does not write into this one.
+        Its name occurs once: a process of an earlier attempt that is still writing does not write
+        into this one.
         """
         path = self.folder / f"commit-{number:06d}.{secrets.token_hex(4)}.partial"
         try:
@@ -205,11 +224,14 @@ class Checkpoints:
                 shutil.rmtree(left, ignore_errors=True)
             path.mkdir(parents=True)
         except OSError as error:
-            raise CrossfedError(f"The checkpoint folder {path} cannot be made: {error.strerror}.") from error
+            raise CrossfedError(
+                f"The checkpoint folder {path} cannot be made: {error.strerror}."
+            ) from error
         return path
 
     def commit(self, partial: Path, progress: Mapping[str, Any], files: Digests) -> Path:
-        """Make what was written into a folder of `open()` the state to continue from, and drop the oldest commit.
+        """Make what was written into a folder of `open()` the state to continue from, and drop the
+        oldest commit.
 
         Args:
             partial: the folder.
@@ -223,24 +245,32 @@ class Checkpoints:
         try:
             _complete(partial, files, self.parts)
             write_json(partial / PROGRESS, progress)
-            write_json(partial / MANIFEST, {"files": {**files, PROGRESS: digest(partial / PROGRESS)}})
+            write_json(
+                partial / MANIFEST, {"files": {**files, PROGRESS: digest(partial / PROGRESS)}}
+            )
             _sync(partial)
             if final.exists():
                 shutil.rmtree(final)
             partial.rename(final)
             _sync(self.folder)
         except OSError as error:
-            raise CrossfedError(f"The checkpoint {final} cannot be committed: {error.strerror}.") from error
+            raise CrossfedError(
+                f"The checkpoint {final} cannot be committed: {error.strerror}."
+            ) from error
         for old in self.committed()[: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)
         return final
 
     def committed(self) -> list[Path]:
         """Committed rounds, oldest first; whether they are sound is for `latest` to say."""
-        return sorted(path for path in self.folder.glob("commit-*") if path.is_dir() and not path.suffix)
+        return sorted(
+            path for path in self.folder.glob("commit-*") if path.is_dir() and not path.suffix
+        )
 
     def peek(self) -> dict[str, Any] | None:
-        """How far the newest commit says the run is; to be shown only, since nothing is compared with its hash."""
+        """How far the newest commit says the run is; to be shown only, since nothing is compared
+        with its hash.
+        """
         found = self.committed()
         return read_json(found[-1] / PROGRESS) if found else None
 
@@ -256,7 +286,9 @@ class Checkpoints:
             raise CrossfedError(f"{commit / MANIFEST} is damaged: it lists no hashes")
         _complete(commit, [*files, PROGRESS], self.parts)
         known = {*files, MANIFEST}
-        if stray := sorted(path.name for path in commit.iterdir() if path.name not in known and path.name[0] != "."):
+        if stray := sorted(
+            path.name for path in commit.iterdir() if path.name not in known and path.name[0] != "."
+        ):
             raise CrossfedError(f"{commit} holds {', '.join(stray)}, which was not committed")
         for name, told in files.items():
             if digest(commit / name) != told:
@@ -290,7 +322,8 @@ class Checkpoints:
             return commit, progress
         if problems:
             raise CrossfedError(
-                f"No commit in {self.folder} is sound ({'; '.join(problems)}); restore that folder from a copy, or delete it to "
+                f"No commit in {self.folder} is sound ({'; '.join(problems)}); restore that "
+                f"folder from a copy, or delete it to "
                 "start from the beginning."
             )
         return None
@@ -307,8 +340,14 @@ def final_folder(partial: Path) -> Path:
 
 
 def _complete(folder: Path, files: Iterable[str], parts: Sequence[str]) -> None:
-    """Raise CrossfedError unless a folder holds these files, and they hold the state of every part."""
-    listed, needed = set(files), {f"{part}{suffix}" for part in parts for suffix in (".json", ".safetensors")}
-    absent = {name for name in listed if Path(name).name != name or not (folder / name).is_file()} | needed - listed
+    """Raise CrossfedError unless a folder holds these files, and they hold the state of every part.
+    """
+    listed, needed = (
+        set(files),
+        {f"{part}{suffix}" for part in parts for suffix in (".json", ".safetensors")},
+    )
+    absent = {
+        name for name in listed if Path(name).name != name or not (folder / name).is_file()
+    } | needed - listed
     if absent:
         raise CrossfedError(f"{folder} is not complete: {', '.join(sorted(absent))} is missing")

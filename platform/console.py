@@ -1,7 +1,7 @@
 """Progress of a run: a live view in a terminal, one plain line per round anywhere else.
 
-The caller tells what happens; nothing is measured here. Metrics are named `val/<domain>/<metric>` and
-`train/<domain>/<name>`; of a domain's validation metrics the first one is shown.
+The caller tells what happens; nothing is measured here. Metrics are named `val/<domain>/<metric>`
+and `train/<domain>/<name>`; of a domain's validation metrics the first one is shown.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class SummaryRow:
 
 
 def number(value: float) -> str:
-    """Four significant digits: 0.1234, 12.35, 1235; counts from ten on as they are; a dash for NaN."""
+    """Four significant digits: 0.1234, 12.35, 1235; counts from ten on as they are; a dash for NaN.
+    """
     if math.isnan(value):
         return "–"
     if math.isinf(value):
@@ -78,7 +79,8 @@ def span(seconds: float) -> str:
 
 
 def make_progress(mode: Mode = "auto", stream: TextIO | None = None) -> Progress:
-    """The view for this place: "auto" is live on a terminal outside continuous integration, plain elsewhere.
+    """The view for this place: "auto" is live on a terminal outside continuous integration, plain
+    elsewhere.
 
     Args:
         mode: "live" and "plain" force one; "quiet" shows warnings and the final table only.
@@ -92,7 +94,9 @@ def make_progress(mode: Mode = "auto", stream: TextIO | None = None) -> Progress
 
 
 class Progress:
-    """Shows a run; made by `make_progress`, used as a context manager, which always gives the terminal back."""
+    """Shows a run; made by `make_progress`, used as a context manager, which always gives the
+    terminal back.
+    """
 
     def __init__(self, mode: Literal["live", "plain", "quiet"], stream: TextIO) -> None:
         self._mode = mode
@@ -121,13 +125,22 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._mode == "live":
-            # What others print (Ray relays its workers' output) goes above the view; the view itself leaves no trace.
-            self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True)
+            # What others print (Ray relays its workers' output) goes above the view; the view
+            # itself leaves no trace.
+            self._live = Live(
+                console=self._console,
+                get_renderable=self._render,
+                refresh_per_second=4,
+                transient=True,
+            )
             self._live.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._summarise_stage()
         self._close()
@@ -158,15 +171,24 @@ class Progress:
             tenth = 10 * done // total if total else 10
             if finished or tenth > self._told.get(domain, 0):
                 self._told[domain] = tenth
-                self._console.print(Text(f"text of {domain}: {done}/{total} items, {span(elapsed)}"))
+                self._console.print(
+                    Text(f"text of {domain}: {done}/{total} items, {span(elapsed)}")
+                )
         elif self._mode == "live" and finished:
-            self._console.print(Text(f"  text of {domain}: {total} items in {span(elapsed)}", style="dim"))
+            self._console.print(
+                Text(f"  text of {domain}: {total} items in {span(elapsed)}", style="dim")
+            )
 
     def stage(self, name: str, rounds: int) -> None:
         """A stage begins."""
         self._summarise_stage()
         with self._lock:
-            self._stage, self._round, self._seconds, self._since = (name, rounds), 0, [], time.monotonic()
+            self._stage, self._round, self._seconds, self._since = (
+                (name, rounds),
+                0,
+                [],
+                time.monotonic(),
+            )
             self._last, self._best, self._bytes = {}, {}, (0.0, 0.0)
         if self._mode == "plain":
             self._console.print(Text(f"stage {name}: up to {rounds} round{'s' * (rounds != 1)}"))
@@ -192,7 +214,11 @@ class Progress:
                 if kind not in ("val", "train") or not domain:
                     continue
                 self._last.setdefault(domain, {})[f"{kind}/{metric}"] = value
-                if kind == "val" and not value <= self._best.get(name, -math.inf) and not math.isnan(value):
+                if (
+                    kind == "val"
+                    and not value <= self._best.get(name, -math.inf)
+                    and not math.isnan(value)
+                ):
                     self._best[name] = value
         if self._mode == "plain":
             self._console.print(Text(self._line(metrics, seconds, bytes_up, bytes_down)))
@@ -216,12 +242,16 @@ class Progress:
         self._close()
         if not summary_rows:
             return
-        names = list(dict.fromkeys(name for row in summary_rows for name in (*row.validation, *row.test)))
+        names = list(
+            dict.fromkeys(name for row in summary_rows for name in (*row.validation, *row.test))
+        )
         cut = names[0].rpartition("_at_")[2]
         width = max(len(row.domain) for row in summary_rows) + len("validation") + 7
         shown: list[str] = []
         for name in names:
-            if name.rpartition("_at_")[2] == cut and (not shown or width + len(name) + 3 <= self._console.width):
+            if name.rpartition("_at_")[2] == cut and (
+                not shown or width + len(name) + 3 <= self._console.width
+            ):
                 shown.append(name)
                 width += len(name) + 3
         hidden = [name for name in names if name.rpartition("_at_")[2] == cut and name not in shown]
@@ -240,12 +270,17 @@ class Progress:
         self._console.print(table, soft_wrap=False)
         if hidden:
             self._console.print(
-                Text(f"more at over {self._console.width} characters: {', '.join(hidden)}", style="yellow")
+                Text(
+                    f"more at over {self._console.width} characters: {', '.join(hidden)}",
+                    style="yellow",
+                )
             )
         told = {(row.protocol, row.candidates) for row in summary_rows}
         for row in summary_rows[: 1 if len(told) == 1 else None]:
             domain = "" if len(told) == 1 else f"{row.domain}: "
-            self._console.print(Text(f"{domain}{row.protocol}; candidates: {row.candidates}", style="dim"))
+            self._console.print(
+                Text(f"{domain}{row.protocol}; candidates: {row.candidates}", style="dim")
+            )
 
     def _line(self, metrics: Mapping[str, float], seconds: float, up: float, down: float) -> str:
         """One round as one line."""
@@ -262,7 +297,10 @@ class Progress:
                 if key in metrics:
                     best = self._best.get(key, -math.inf)
                     behind = best > -math.inf and not metrics[key] >= best
-                    values.append(f"{domain} {number(metrics[key])}" + (f" (best {number(best)})" if behind else ""))
+                    values.append(
+                        f"{domain} {number(metrics[key])}"
+                        + (f" (best {number(best)})" if behind else "")
+                    )
             if values:
                 parts.append(f"{shown}: {', '.join(values)}")
         if up or down:
@@ -273,7 +311,9 @@ class Progress:
         return "  ".join(parts)
 
     def _left(self) -> str | None:
-        """The time that the rest of the stage takes at the pace of its last ten rounds, unless it stops early."""
+        """The time that the rest of the stage takes at the pace of its last ten rounds, unless it
+        stops early.
+        """
         if self._stage is None or not self._seconds or self._round >= self._stage[1]:
             return None
         recent = self._seconds[-10:]
@@ -293,7 +333,9 @@ class Progress:
             heading += f"  {left} left"
         if any(self._bytes):
             heading += f"  up {size(self._bytes[0])}  down {size(self._bytes[1])}"
-        losses = list(dict.fromkeys(k for v in self._last.values() for k in v if k.startswith("train/")))
+        losses = list(
+            dict.fromkeys(k for v in self._last.values() for k in v if k.startswith("train/"))
+        )
         metric = next((k for v in self._last.values() for k in v if k.startswith("val/")), None)
         table = Table(box=None, padding=(0, 2, 0, 0))
         table.add_column("domain")
@@ -306,7 +348,10 @@ class Progress:
             row = [domain]
             if metric is not None:
                 best = self._best.get(f"val/{domain}/{metric.partition('/')[2]}")
-                row += [number(values[metric]) if metric in values else "", "" if best is None else number(best)]
+                row += [
+                    number(values[metric]) if metric in values else "",
+                    "" if best is None else number(best),
+                ]
             row += [number(values[k]) if k in values else "" for k in losses]
             table.add_row(*(Text(cell) for cell in row))
         return Group(Text(heading, style="bold"), table)
@@ -331,7 +376,8 @@ class Progress:
                 bar.add_row(
                     Text(name),
                     ProgressBar(total=max(rounds, 1), completed=self._round, width=30),
-                    f"round {min(self._round + 1, rounds)}/{rounds} running for {span(time.monotonic() - self._since)}",
+                    f"round {min(self._round + 1, rounds)}/{rounds} running for "
+                    f"{span(time.monotonic() - self._since)}",
                 )
                 if self._last:
                     parts.append(self._stage_table())

@@ -1,4 +1,5 @@
-"""How a command is ended from outside: SIGTERM ends it as Ctrl-C does, told in one sentence, within seconds.
+"""How a command is ended from outside: SIGTERM ends it as Ctrl-C does, told in one sentence, within
+seconds.
 
 A batch system signals all processes of a job at once. Ray's own may be gone before this process has
 heard of it, and what waits for them then waits for half a minute.

@@ -1,12 +1,14 @@
 """The seam between a method and the platform: everything a method sees, and all that it hands back.
 
-No Ray, no MLflow, no input or output happens here. A method is a set of *stages*; a stage is a number of *rounds*; a round
-is a sequence of *phases*; a phase is one *step* function run at every domain or at the server:
+No Ray, no MLflow, no input or output happens here. A method is a set of *stages*; a stage is a
+number of *rounds*; a round is a sequence of *phases*; a phase is one *step* function run at every
+domain or at the server:
 
     step(state, inbox, ctx) -> Out(send, metrics)
 
-`state` is the node's own object and never leaves the node; only `send` does, as *payloads*: named NumPy arrays, each declared
-by the method as a `Field` and checked by the platform before it leaves the sender.
+`state` is the node's own object and never leaves the node; only `send` does, as *payloads*: named
+NumPy arrays, each declared by the method as a `Field` and checked by the platform before it leaves
+the sender.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def _mentions(annotation: Any, kind: type) -> bool:
 
 
 class Checked(BaseModel):
-    """Base of all settings: frozen, unknown keys are errors, and a number is a finite number of a size that can be used."""
+    """Base of all settings: frozen, unknown keys are errors, and a number is a finite number of a
+    size that can be used.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     largest: ClassVar[int] = 2**63 - 1
@@ -53,7 +57,9 @@ class Checked(BaseModel):
     @classmethod
     def _numbers(cls, value: Any, info: ValidationInfo) -> Any:
         for part in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(part, bool) and not _mentions(cls.model_fields[str(info.field_name)].annotation, bool):
+            if isinstance(part, bool) and not _mentions(
+                cls.model_fields[str(info.field_name)].annotation, bool
+            ):
                 raise ValueError("it is true or false where a number or a word is wanted")
             if isinstance(part, int) and abs(part) > cls.largest:
                 raise ValueError(f"whole numbers go up to {cls.largest}")
@@ -68,19 +74,24 @@ class MethodConfig(Checked):
 
 
 RANKING: dict[str, Any] = {"ranking": True}
-"""`Field(…, json_schema_extra=RANKING)` marks a key of a Config that matters only when items are ranked.
+"""`Field(…, json_schema_extra=RANKING)` marks a key of a Config that matters only when items are
+ranked.
 
-Training and state must not depend on it: `crossfed evaluate` changes such keys of a model that is finished."""
+Training and state must not depend on it: `crossfed evaluate` changes such keys of a model that is
+finished."""
 
 
 def ranking_keys(config: type[MethodConfig]) -> tuple[str, ...]:
     """The keys of a method's Config that are marked with `RANKING`."""
     marked = {name: info.json_schema_extra for name, info in config.model_fields.items()}
-    return tuple(name for name, extra in marked.items() if isinstance(extra, dict) and extra.get("ranking"))
+    return tuple(
+        name for name, extra in marked.items() if isinstance(extra, dict) and extra.get("ranking")
+    )
 
 
 def in_stage(name: str) -> dict[str, Any]:
-    """`Field(…, json_schema_extra=in_stage("finetune"))` marks a key of a Config that only one stage reads.
+    """`Field(…, json_schema_extra=in_stage("finetune"))` marks a key of a Config that only one
+    stage reads.
 
     A search says so where its trials end before that stage.
     """
@@ -90,7 +101,11 @@ def in_stage(name: str) -> dict[str, Any]:
 def stage_keys(config: type[MethodConfig]) -> dict[str, str]:
     """The keys of a method's Config that are marked with `in_stage`, and their stages."""
     marked = {name: info.json_schema_extra for name, info in config.model_fields.items()}
-    return {name: str(extra["stage"]) for name, extra in marked.items() if isinstance(extra, dict) and "stage" in extra}
+    return {
+        name: str(extra["stage"])
+        for name, extra in marked.items()
+        if isinstance(extra, dict) and "stage" in extra
+    }
 
 
 class Direction(StrEnum):
@@ -108,12 +123,14 @@ class Field:
     Args:
         key: the array's name in the payload; a trailing `*` declares every key with that prefix.
         direction: which way it travels.
-        shape: one entry per axis: an integer, the name of a Config field or property (`"K"`), `"n_items"` (the item count of
-            the domain at the domain end), or `"n_users"`, which is the only way to send anything that grows with users.
-            `None` means "whatever shape, but the same at every domain and in every round" (model parameters).
+        shape: one entry per axis: an integer, the name of a Config field or property (`"K"`),
+            `"n_items"` (the item count of the domain at the domain end), or `"n_users"`, which is
+            the only way to send anything that grows with users. `None` means "whatever shape, but
+            the same at every domain and in every round" (model parameters).
         meaning: what it is, in words; printed by `crossfed methods`.
         dtype: the NumPy dtype it must have.
-        high: for integer arrays, the exclusive upper bound of the values (an integer or a Config name); the lower is 0.
+        high: for integer arrays, the exclusive upper bound of the values (an integer or a Config
+            name); the lower is 0.
     """
 
     key: str
@@ -128,23 +145,29 @@ class Field:
 class Release:
     """What leaves under noise, and what its receivers can learn from it at most.
 
-    A message is one payload of a phase: the same arrays sent to several receivers are one message, differently perturbed
-    arrays are several. A message holds `count` releases: vectors that are clipped and perturbed each by itself, all computed
-    from the same interactions, so that their losses add up.
+    A message is one payload of a phase: the same arrays sent to several receivers are one message,
+    differently perturbed arrays are several. A message holds `count` releases: vectors that are
+    clipped and perturbed each by itself, all computed from the same interactions, so that their
+    losses add up.
 
     Args:
         stage: the name of the stage in which the keys leave.
         keys: the payload keys of the message that are perturbed, as in `Method.fields`.
-        mechanism: "laplace": independent Laplace(scale) noise on every coordinate, set against the L1 sensitivity;
-            "gaussian": independent N(0, scale²) noise, set against the L2 sensitivity.
-        unit: the unit of protection, in words: what may change between two data sets that cannot be told apart.
-        sensitivity: how far one release can move when one unit changes, in the mechanism's norm (2C after clipping to C).
+        mechanism: "laplace": independent Laplace(scale) noise on every coordinate, set against the
+            L1 sensitivity; "gaussian": independent N(0, scale²) noise, set against the L2
+            sensitivity.
+        unit: the unit of protection, in words: what may change between two data sets that cannot be
+            told apart.
+        sensitivity: how far one release can move when one unit changes, in the mechanism's norm (2C
+            after clipping to C).
         scale: Laplace's b or the Gaussian's σ, as it is really added.
-        per_round_epsilon: ε that the paper counts for the whole message (ε₀), whether or not it holds.
+        per_round_epsilon: ε that the paper counts for the whole message (ε₀), whether or not it
+            holds.
         count: releases per message, e.g. 2K for K user and K item prototypes.
-        at: whose messages these are, as for a `Phase`. What a server sends on of what came perturbed costs nothing more and
-            is no release.
-        parts: where in the stage it leaves: in every round ("each"), before the first ("open"), after the last ("close").
+        at: whose messages these are, as for a `Phase`. What a server sends on of what came
+            perturbed costs nothing more and is no release.
+        parts: where in the stage it leaves: in every round ("each"), before the first ("open"),
+            after the last ("close").
     """
 
     stage: str
@@ -165,13 +188,17 @@ class Release:
 
     @property
     def epsilon(self) -> float:
-        """ε of one release at δ = 0: sensitivity / scale for Laplace noise, infinite for Gaussian noise."""
+        """ε of one release at δ = 0: sensitivity / scale for Laplace noise, infinite for Gaussian
+        noise.
+        """
         return self.sensitivity / self.scale if self.mechanism == "laplace" else math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Out:
-    """What a step hands back: `send` maps a receiver's node name to its payload, `metrics` are scalars for the tracker."""
+    """What a step hands back: `send` maps a receiver's node name to its payload, `metrics` are
+    scalars for the tracker.
+    """
 
     send: Mapping[str, Payload] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -181,13 +208,15 @@ class Out:
 class Interactions:
     """A domain's own training interactions, in its own row numbers.
 
-    Sorted by user, then by time (ties by the data set's stated rule), so `items[indptr[u]:indptr[u + 1]]` is the training
-    history of user `u` in order. Validation and test interactions are not in here.
+    Sorted by user, then by time (ties by the data set's stated rule), so
+    `items[indptr[u]:indptr[u + 1]]` is the training history of user `u` in order. Validation and
+    test interactions are not in here.
 
     Attributes:
         n_users, n_items: sizes of the domain; users and items are `0 … n-1`.
         users, items: int64 [n_interactions].
-        times: int64 [n_interactions], seconds since 1970 (or an order where the source has no times).
+        times: int64 [n_interactions], seconds since 1970 (or an order where the source has no
+            times).
         indptr: int64 [n_users + 1].
     """
 
@@ -199,28 +228,34 @@ class Interactions:
     indptr: npt.NDArray[np.int64]
 
     @classmethod
-    def build(cls, n_users: int, n_items: int, users: Array, items: Array, times: Array | None = None) -> Interactions:
+    def build(
+        cls, n_users: int, n_items: int, users: Array, items: Array, times: Array | None = None
+    ) -> Interactions:
         """Sort by (user, time), keeping the given order on ties, and index by user."""
         users, items = np.asarray(users, np.int64), np.asarray(items, np.int64)
         times = np.zeros(len(users), np.int64) if times is None else np.asarray(times, np.int64)
         order = np.lexsort((np.arange(len(users)), times, users))
-        indptr = np.concatenate([[0], np.cumsum(np.bincount(users, minlength=n_users))]).astype(np.int64)
+        indptr = np.concatenate([[0], np.cumsum(np.bincount(users, minlength=n_users))]).astype(
+            np.int64
+        )
         return cls(n_users, n_items, users[order], items[order], times[order], indptr)
 
 
 def noise_generator(seed: int | None = None, *where: str | int) -> np.random.Generator:
     """The generator that privacy noise is drawn from (`Context.noise_rng`).
 
-    Without a seed its 128-bit key comes from the operating system's cryptographic source, anew at every call, and nobody
-    can draw the noise again. With a seed (`privacy.noise_seed`, for tests) the noise depends on the arguments alone: whoever
-    knows the seed can subtract it, so nothing is promised.
+    Without a seed its 128-bit key comes from the operating system's cryptographic source, anew at
+    every call, and nobody can draw the noise again. With a seed (`privacy.noise_seed`, for tests)
+    the noise depends on the arguments alone: whoever knows the seed can subtract it, so nothing is
+    promised.
 
-    What floating-point noise does not promise: ε is proven for real numbers. A float64 Laplace draw reaches only some of the
-    floats, and which ones depends on the value it is added to; the low bits of the sum can tell neighbouring data sets apart
-    (Mironov, "On Significance of the Least Significant Bits for Differential Privacy", CCS 2012). Rounding to float32 before
-    sending leaves fewer such bits but is no proof. Snapping, or discrete noise, closes the gap and is not done here; Philox is
-    also a generator for statistics, not a cipher. Take the totals as those of the mathematical mechanism, not of a hardened
-    implementation.
+    What floating-point noise does not promise: ε is proven for real numbers. A float64 Laplace draw
+    reaches only some of the floats, and which ones depends on the value it is added to; the low
+    bits of the sum can tell neighbouring data sets apart (Mironov, "On Significance of the Least
+    Significant Bits for Differential Privacy", CCS 2012). Rounding to float32 before sending leaves
+    fewer such bits but is no proof. Snapping, or discrete noise, closes the gap and is not done
+    here; Philox is also a generator for statistics, not a cipher. Take the totals as those of the
+    mathematical mechanism, not of a hardened implementation.
 
     Args:
         seed: None for fresh noise.
@@ -238,13 +273,15 @@ class Context:
     Attributes:
         node: this node's name. stage, round: where the run is; rounds count from 1.
         peers: the other domains (at a domain) or all domains (at the server), in a fixed order.
-        rng: NumPy generator, and torch_rng: CPU torch generator; both derived from (seed, stage, round, node, phase) alone.
+        rng: NumPy generator, and torch_rng: CPU torch generator; both derived from (seed, stage,
+            round, node, phase) alone.
         device: where this node's tensors belong.
         data: the domain's own training interactions; None at the server.
-        artifacts: shared, content-keyed arrays by name: "text" float32 [n_items, width], "sids" int64 [n_items, levels]
-            (semantic IDs); empty at the server.
-        noise_rng: NumPy generator for what perturbs a `Release`, and for nothing else: unlike `rng` it cannot be drawn again,
-            unless the run sets `privacy.noise_seed`. See `noise_generator` for what its noise promises.
+        artifacts: shared, content-keyed arrays by name: "text" float32 [n_items, width], "sids"
+            int64 [n_items, levels] (semantic IDs); empty at the server.
+        noise_rng: NumPy generator for what perturbs a `Release`, and for nothing else: unlike `rng`
+            it cannot be drawn again, unless the run sets `privacy.noise_seed`. See
+            `noise_generator` for what its noise promises.
     """
 
     node: str
@@ -286,13 +323,18 @@ class Stage:
         name: the stage's name in metrics and checkpoints.
         rounds: how many rounds at most; 0 skips the stage, `open` and `close` included.
         each: the phases of a round.
-        open, close: phases before the first and after the last round (messages along the same edges are allowed). `close`
-            runs at all domains, also those that stopped early, and on the best state where `keep_best` is set.
-        edges: the directions in which messages may travel; empty for a stage that stays local, where sending raises.
-        evaluate: rank the validation set after the rounds of this stage (at the run's evaluation interval).
-        patience: stop after so many evaluations without a better validation metric; None never stops early. In a stage
-            without edges every domain stops by itself; with edges the federation's mean decides.
-        keep_best: end the stage with the state of the best evaluated round instead of the last round's.
+        open, close: phases before the first and after the last round (messages along the same edges
+            are allowed). `close` runs at all domains, also those that stopped early, and on the
+            best state where `keep_best` is set.
+        edges: the directions in which messages may travel; empty for a stage that stays local,
+            where sending raises.
+        evaluate: rank the validation set after the rounds of this stage (at the run's evaluation
+            interval).
+        patience: stop after so many evaluations without a better validation metric; None never
+            stops early. In a stage without edges every domain stops by itself; with edges the
+            federation's mean decides.
+        keep_best: end the stage with the state of the best evaluated round instead of the last
+            round's.
     """
 
     name: str
@@ -318,7 +360,9 @@ class Scope(StrEnum):
     LOCAL = "local"  # every domain its own, and nothing is exchanged at all
 
 
-def inner_product(exported: Mapping[str, torch.Tensor], users: npt.NDArray[np.int64]) -> torch.Tensor:
+def inner_product(
+    exported: Mapping[str, torch.Tensor], users: npt.NDArray[np.int64]
+) -> torch.Tensor:
     """Scores [len(users), n_items] from exported "users" [n_users, d] and "items" [n_items, d]."""
     import torch  # here, because the seam is imported by what answers without it, e.g. `--help`
 
@@ -340,23 +384,29 @@ class Method:
         stages: Config -> the stages, in order.
         init_domain: (Config, Context) -> State. Context has stage "init" and round 0.
         init_server: the same at the server; None where a method has no server.
-        score: (State, users int64 [b]) -> float tensor [b, n_items] on any device. The platform masks and ranks.
-        state_dict: State -> nested dict/list/tuple of tensors, arrays and scalars: all that training continues from,
-            optimizer included.
+        score: (State, users int64 [b]) -> float tensor [b, n_items] on any device. The platform
+            masks and ranks.
+        state_dict: State -> nested dict/list/tuple of tensors, arrays and scalars: all that
+            training continues from, optimizer included.
         load_state_dict: (State, the same structure) -> None.
-        export: State -> the tensors that are enough to recommend with, without any interactions: the saved model. A [K, d]
-            tensor whose name ends in `_prototypes` is drawn as a cosine heat map and by its principal components.
-        score_exported: (exported tensors, users int64 [b]) -> float tensor [b, n_items], equal to `score` of that state; or
-            -inf for an item that the saved model does not keep for this user, where only the best of each are kept.
+        export: State -> the tensors that are enough to recommend with, without any interactions:
+            the saved model. A [K, d] tensor whose name ends in `_prototypes` is drawn as a cosine
+            heat map and by its principal components.
+        score_exported: (exported tensors, users int64 [b]) -> float tensor [b, n_items], equal to
+            `score` of that state; or -inf for an item that the saved model does not keep for this
+            user, where only the best of each are kept.
         fields: every payload key that may cross, in any direction.
-        artifacts: names of the artifacts it needs ("text", "sids"). With "sids" its Config holds `levels` and `codebook`.
+        artifacts: names of the artifacts it needs ("text", "sids"). With "sids" its Config holds
+            `levels` and `codebook`.
         scope: who sees which interactions.
         releases: Config -> what of that leaves under noise; the rest is sent as it is.
-        observe: (State, Interactions) -> None: from now on, `score` and `export` take these as the users' histories. For
-            methods that read a history when they recommend; called before every ranking with exactly what is masked in
-            it: the training interactions for validation, those and the validation interactions for the test. None where
-            users have parameters instead.
-        ordered: whether it reads a user's interactions in their order. Data without one are refused to it.
+        observe: (State, Interactions) -> None: from now on, `score` and `export` take these as the
+            users' histories. For methods that read a history when they recommend; called before
+            every ranking with exactly what is masked in it: the training interactions for
+            validation, those and the validation interactions for the test. None where users have
+            parameters instead.
+        ordered: whether it reads a user's interactions in their order. Data without one are refused
+            to it.
         deterministic: nothing is drawn, so every seed gives the same model from the same data.
     """
 
@@ -370,7 +420,9 @@ class Method:
     state_dict: Callable[[State], Mapping[str, Any]]
     load_state_dict: Callable[[State, Mapping[str, Any]], None]
     export: Callable[[State], Mapping[str, torch.Tensor]]
-    score_exported: Callable[[Mapping[str, torch.Tensor], npt.NDArray[np.int64]], torch.Tensor] = inner_product
+    score_exported: Callable[[Mapping[str, torch.Tensor], npt.NDArray[np.int64]], torch.Tensor] = (
+        inner_product
+    )
     init_server: Callable[[Any, Context], State] | None = None
     fields: tuple[Field, ...] = ()
     artifacts: tuple[str, ...] = ()
@@ -395,5 +447,7 @@ def generators(seed: int, *where: str | int) -> tuple[np.random.Generator, torch
     import torch  # as in `inner_product`
 
     numpy_seed, torch_seed = stream(seed, *where).spawn(2)
-    torch_rng = torch.Generator().manual_seed(int(torch_seed.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+    torch_rng = torch.Generator().manual_seed(
+        int(torch_seed.generate_state(1, np.uint64)[0] >> np.uint64(1))
+    )
     return np.random.default_rng(numpy_seed), torch_rng

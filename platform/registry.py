@@ -1,4 +1,6 @@
-"""Finds methods by name at run time: `crossfed.methods.<name>:METHOD`, or any `package.module:ATTRIBUTE` a user brings."""
+"""Finds methods by name at run time: `crossfed.methods.<name>:METHOD`, or any
+`package.module:ATTRIBUTE` a user brings.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _SLICE = f"{PACKAGE}#slice"
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
-    """The tail of an error message that names the allowed words, the closest first: "; did you mean K? Allowed: …"."""
+    """The tail of an error message that names the allowed words, the closest first: "; did you mean
+    K? Allowed: …".
+    """
     allowed = sorted(allowed)
     folded = {name.lower(): name for name in reversed(allowed)}
     begun = [name for name in allowed if name.lower().startswith(word.lower().rstrip("s"))]
@@ -37,7 +41,8 @@ def nearest(word: str, allowed: Iterable[str]) -> str:
 
 
 def nearest_few(word: str, allowed: Iterable[str], where: str, count: int = 5) -> str:
-    """As `nearest`, where there are too many words to name them all: the few nearest, and where all are.
+    """As `nearest`, where there are too many words to name them all: the few nearest, and where all
+    are.
 
     A dotted word is set against the last parts of the allowed ones as well as against the whole.
 
@@ -48,7 +53,10 @@ def nearest_few(word: str, allowed: Iterable[str], where: str, count: int = 5) -
     def likeness(name: str) -> float:
         pairs = ((word, name), (word.rpartition(".")[2], name.rpartition(".")[2]))
         begun = name.lower().startswith(word.lower().rstrip("s"))
-        return begun + max(difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio() for one, other in pairs)
+        return begun + max(
+            difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio()
+            for one, other in pairs
+        )
 
     first, *others = sorted(allowed, key=lambda name: (-likeness(name), len(name), name))[:count]
     alike = likeness(first) > (0.6 if len(word) < 4 else 0.7)
@@ -59,7 +67,9 @@ def nearest_few(word: str, allowed: Iterable[str], where: str, count: int = 5) -
 def method_names() -> list[str]:
     """Names of the methods that come with the package: every module in `methods/` is one."""
     package = importlib.import_module(PACKAGE)
-    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if not module.ispkg)
+    return sorted(
+        module.name for module in pkgutil.iter_modules(package.__path__) if not module.ispkg
+    )
 
 
 def find_method(name: str) -> Method:
@@ -75,7 +85,8 @@ def find_method(name: str) -> Method:
         module, attribute = f"{PACKAGE}.{name}", "METHOD"
     if not all(module.split(".")):
         raise CrossfedError(
-            f"Method {name!r} cannot be loaded: {module!r} is not a module as in package.module:METHOD."
+            f"Method {name!r} cannot be loaded: {module!r} is not a module as in "
+            f"package.module:METHOD."
         )
     if ":" in name:
         _see_working_directory()
@@ -87,22 +98,38 @@ def find_method(name: str) -> Method:
         words = f"{type(error).__name__}: {error}".rstrip(".")
         raise CrossfedError(f"Method {name!r} cannot be loaded: {words}{at(error)}.") from error
     if not isinstance(found, Method):
-        raise CrossfedError(f"{module}:{attribute} is a {type(found).__name__}, not a crossfed.platform.method.Method.")
+        raise CrossfedError(
+            f"{module}:{attribute} is a {type(found).__name__}, not a "
+            f"crossfed.platform.method.Method."
+        )
     for part, needed in _PARTS.items():
         value = getattr(found, part)
         if not callable(value) and (needed or value is not None):
-            raise CrossfedError(f"{module}:{attribute}: {part} = {value!r} is not possible: it must be a function.")
+            raise CrossfedError(
+                f"{module}:{attribute}: {part} = {value!r} is not possible: it must be a function."
+            )
     return found
 
 
 _PARTS = dict.fromkeys(
-    ("stages", "init_domain", "score", "state_dict", "load_state_dict", "export", "score_exported", "releases"), True
+    (
+        "stages",
+        "init_domain",
+        "score",
+        "state_dict",
+        "load_state_dict",
+        "export",
+        "score_exported",
+        "releases",
+    ),
+    True,
 ) | dict.fromkeys(("init_server", "observe"), False)
 """The functions of a method, and whether it can be without."""
 
 
 def _see_working_directory() -> None:
-    """Let modules in the working directory be found, as `python -m` does; a console script has its own folder there.
+    """Let modules in the working directory be found, as `python -m` does; a console script has its
+    own folder there.
 
     Ray gives this path to the processes it starts.
     """
@@ -112,7 +139,8 @@ def _see_working_directory() -> None:
 
 
 def at(error: BaseException, files: Collection[str] = ()) -> str:
-    """The file and line at which an exception left one of these files, or else any, for the middle of a sentence.
+    """The file and line at which an exception left one of these files, or else any, for the middle
+    of a sentence.
 
     Args:
         files: of the method's own; the last line in one of them is named.
@@ -128,8 +156,8 @@ def at(error: BaseException, files: Collection[str] = ()) -> str:
 def method_name(name: str) -> str:
     """What a method is called in tables, charts and names of runs: `METHOD.name`.
 
-    One from outside keeps `package.module:ATTRIBUTE` where it has the name of one that ships, so that the two are
-    never taken for one.
+    One from outside keeps `package.module:ATTRIBUTE` where it has the name of one that ships, so
+    that the two are never taken for one.
     """
     called = find_method(name).name
     return name if ":" in name and called in method_names() else called
@@ -223,29 +251,46 @@ def _names(statement: ast.stmt, use: type[ast.Load | ast.Store]) -> list[str]:
 def method_file(name: str) -> Mapping[str, Any]:
     """The method's YAML file (`config`, `presets`, `search`, `local`).
 
-    That of a method from outside lies beside its module and is called as the method or as the module is; empty where
-    there is none.
+    That of a method from outside lies beside its module and is called as the method or as the
+    module is; empty where there is none.
 
     Raises:
         CrossfedError: it cannot be read.
     """
     if ":" not in name:
-        text = importlib.resources.files(f"{PACKAGE}.configs").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+        text = (
+            importlib.resources.files(f"{PACKAGE}.configs")
+            .joinpath(f"{name}.yaml")
+            .read_text(encoding="utf-8")
+        )
         return load_yaml(text) or {}
     found, module = find_method(name), sys.modules[name.partition(":")[0]]
     if getattr(module, "__file__", None) is None:
         return {}
     source = Path(str(module.__file__))
-    path = next((p for p in (source.with_name(f"{found.name}.yaml"), source.with_suffix(".yaml")) if p.is_file()), None)
+    path = next(
+        (
+            p
+            for p in (source.with_name(f"{found.name}.yaml"), source.with_suffix(".yaml"))
+            if p.is_file()
+        ),
+        None,
+    )
     if path is None:
         return {}
     try:
         loaded = load_yaml(path.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CrossfedError(f"{path}, of the method {name}, cannot be read: {' '.join(str(error).split())}.") from error
+        raise CrossfedError(
+            f"{path}, of the method {name}, cannot be read: {' '.join(str(error).split())}."
+        ) from error
     blocks = ("config", "presets", "search", "local", "pace")
-    if not isinstance(loaded, dict) or not all(isinstance(value, dict) for value in loaded.values()):
-        raise CrossfedError(f"{path}, of the method {name}, must map {', '.join(blocks)} to blocks of keys.")
+    if not isinstance(loaded, dict) or not all(
+        isinstance(value, dict) for value in loaded.values()
+    ):
+        raise CrossfedError(
+            f"{path}, of the method {name}, must map {', '.join(blocks)} to blocks of keys."
+        )
     if unknown := [key for key in loaded if key not in blocks]:
         raise CrossfedError(f"{path}: unknown key {unknown[0]!r}{nearest(str(unknown[0]), blocks)}")
     return loaded

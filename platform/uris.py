@@ -1,4 +1,5 @@
-"""URIs of files, databases and stores: made of paths in one place, paths read from them, checked and joined.
+"""URIs of files, databases and stores: made of paths in one place, paths read from them, checked
+and joined.
 
 A URI gives `%`, `?` and `#` a meaning that they do not have in a path: a database of a folder `50%`
 or `what?` would otherwise lie elsewhere than its files.
@@ -59,9 +60,12 @@ def checked(uri: str) -> str:
         told = urlsplit(uri)
     except ValueError as error:
         raise CrossfedError(f"A storage URI looks like s3://bucket/prefix: {error}.") from error
-    if "@" in told.netloc or any(key not in _QUERY for key, _ in parse_qsl(told.query, keep_blank_values=True)):
+    if "@" in told.netloc or any(
+        key not in _QUERY for key, _ in parse_qsl(told.query, keep_blank_values=True)
+    ):
         raise CrossfedError(
-            f"A storage URI holds no credentials and no options but {', '.join(_QUERY)}; set AWS_ACCESS_KEY_ID and "
+            f"A storage URI holds no credentials and no options but {', '.join(_QUERY)}; set "
+            f"AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or use ~/.aws."
         )
     if not told.scheme or not (told.netloc or told.path.strip("/")):

@@ -1,4 +1,5 @@
-"""The one reader of YAML: `yaml.safe_load`, and a key that stands twice in one mapping is an error."""
+"""The one reader of YAML: `yaml.safe_load`, and a key that stands twice in one mapping is an error.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ class _Loader(yaml.SafeLoader):
                 continue
             if (key.tag, key.value) in seen:
                 raise yaml.constructor.ConstructorError(
-                    "while reading a mapping", node.start_mark, f"the key {key.value!r} stands twice", key.start_mark
+                    "while reading a mapping",
+                    node.start_mark,
+                    f"the key {key.value!r} stands twice",
+                    key.start_mark,
                 )
             seen.add((key.tag, key.value))
         return node
@@ -28,8 +32,8 @@ def load_yaml(text: str) -> Any:
     """What a YAML text says.
 
     Raises:
-        yaml.YAMLError: it is no YAML, or a mapping has a key twice; with its line. PyYAML raises other errors for dates that
-            there are not, and numbers and brackets without end.
+        yaml.YAMLError: it is no YAML, or a mapping has a key twice; with its line. PyYAML raises
+            other errors for dates that there are not, and numbers and brackets without end.
     """
     return yaml.load(text, Loader=_Loader)
 

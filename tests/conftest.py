@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 
 HERE = Path(__file__).resolve().parent
-# Ray workers are started by the raylet, which inherits this environment: they must find the toy methods
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE / "support"), os.environ.get("PYTHONPATH")]))
+# Ray workers are started by the raylet, which inherits this environment: they must find the toy
+# methods
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(HERE / "support"), os.environ.get("PYTHONPATH")])
+)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 lets actors miss their start beside any other work
+# Ray's 15 lets actors miss their start beside any other work
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +32,9 @@ def write_shops(path: Path) -> Path:
     from crossfed.platform.data.store import Writer
 
     with Writer(path, {"kind": "test shops"}) as writer:
-        for number, (name, n_users, n_items) in enumerate([("books", 40, 30), ("films", 50, 25), ("games", 30, 35)]):
+        for number, (name, n_users, n_items) in enumerate(
+            [("books", 40, 30), ("films", 50, 25), ("games", 30, 35)]
+        ):
             rng = np.random.default_rng(number)
             pairs = [(u, i) for u in range(n_users) for i in rng.choice(n_items, 10, replace=False)]
             users, items = np.array(pairs).T
@@ -47,7 +53,9 @@ def shops(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """One local Ray cluster for all tests of this process that need one; runs join it instead of starting their own."""
+    """One local Ray cluster for all tests of this process that need one; runs join it instead of
+    starting their own.
+    """
     import ray
 
     from crossfed.platform.cluster.connect import connect

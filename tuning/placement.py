@@ -28,7 +28,10 @@ class Slots:
 
 
 def slots(
-    base: RunConfig, nodes: Sequence[str], concurrent: int | None, machines: Sequence[Mapping[str, Any]]
+    base: RunConfig,
+    nodes: Sequence[str],
+    concurrent: int | None,
+    machines: Sequence[Mapping[str, Any]],
 ) -> Slots:
     """Divide a cluster among trials.
 
@@ -43,7 +46,9 @@ def slots(
     cpus, gpus = (sum(row.get(kind, 0.0) for row in alive) for kind in ("CPU", "GPU"))
     if base.backend == "inprocess":
         at_once = concurrent or max(1, int(cpus))
-        share = connect.fitted(Resources(gpus_per_domain=0.0), ["trial"], machines, at_once)["trial"]
+        share = connect.fitted(Resources(gpus_per_domain=0.0), ["trial"], machines, at_once)[
+            "trial"
+        ]
         share = connect.Share(max(0.01, share.cpus), 0.0)
         return Slots(({"CPU": share.cpus},), base, at_once, share.cpus, 0.0)
     set_aside = any(connect.SERVER_RESOURCE in row for row in alive)
@@ -54,21 +59,38 @@ def slots(
     domain = next(share for name, share in wanted.items() if name != connect.SERVER)
     server = wanted.get(connect.SERVER, domain)
     resources = base.resources.model_copy(
-        update={"cpus_per_domain": domain.cpus, "gpus_per_domain": domain.gpus, "cpus_server": server.cpus}
+        update={
+            "cpus_per_domain": domain.cpus,
+            "gpus_per_domain": domain.gpus,
+            "cpus_server": server.cpus,
+        }
     )
     if base.resources.gpus_per_domain is None and not domain.gpus:
         resources = resources.model_copy(update={"gpus_per_domain": 0.0})
     total = [sum(getattr(share, kind) for share in wanted.values()) for kind in ("cpus", "gpus")]
-    # the trial's own process waits for its nodes, beside the server's; without one, where machines are set aside (with MLflow)
-    own = {connect.SERVER_RESOURCE: connect.SLOT} if set_aside and connect.SERVER not in nodes else dict[str, float]()
+    # the trial's own process waits for its nodes, beside the server's; without one, where machines
+    # are set aside (with MLflow)
+    own = (
+        {connect.SERVER_RESOURCE: connect.SLOT}
+        if set_aside and connect.SERVER not in nodes
+        else dict[str, float]()
+    )
     bundles = (own, *(share.bundle() for share in wanted.values()))
     return Slots(bundles, base.model_copy(update={"resources": resources}), at_once, *total)
 
 
-def _fitting(base: RunConfig, nodes: int, wanted: Mapping[str, connect.Share], cpus: float, gpus: float) -> int:
-    """How many trials run at once where it is not said: as many as have a whole CPU per node, or the shares asked for."""
+def _fitting(
+    base: RunConfig, nodes: int, wanted: Mapping[str, connect.Share], cpus: float, gpus: float
+) -> int:
+    """How many trials run at once where it is not said: as many as have a whole CPU per node, or
+    the shares asked for.
+    """
     asked = base.resources
-    per = sum(share.cpus for share in wanted.values()) if asked.cpus_per_domain and asked.cpus_server else float(nodes)
+    per = (
+        sum(share.cpus for share in wanted.values())
+        if asked.cpus_per_domain and asked.cpus_server
+        else float(nodes)
+    )
     fits = [cpus / per]
     domains = [share for name, share in wanted.items() if name != connect.SERVER]
     if gpus and asked.device != "cpu" and asked.gpus_per_domain != 0:

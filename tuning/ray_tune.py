@@ -1,4 +1,6 @@
-"""What Ray Tune is given: who asks for trials, who stops them, and what ends everything. It calls a `Desk` and knows no more."""
+"""What Ray Tune is given: who asks for trials, who stops them, and what ends everything. It calls a
+`Desk` and knows no more.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from crossfed.tuning.trial import FederationTrial
 
 
 class _Unsaved:
-    """Tune pickles what it is given in order to restore it; ours is restored from the study's storage instead."""
+    """Tune pickles what it is given in order to restore it; ours is restored from the study's
+    storage instead.
+    """
 
     desk: Desk
 
@@ -71,7 +75,9 @@ class Judge(_Unsaved, FIFOScheduler):  # type: ignore[misc]
             stop = self.desk.judge(trial, result)
         return self.STOP if stop else self.CONTINUE
 
-    def on_trial_complete(self, tune_controller: Any, trial: Trial, result: Mapping[str, Any]) -> None:
+    def on_trial_complete(
+        self, tune_controller: Any, trial: Trial, result: Mapping[str, Any]
+    ) -> None:
         with self.desk.keeping():
             self.desk.close(trial, result)
 
@@ -82,7 +88,9 @@ class Lost(_Unsaved, tune.Callback):  # type: ignore[misc]
     def __init__(self, desk: Desk):
         self.desk = desk
 
-    def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
+    def on_trial_error(
+        self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
+    ) -> None:
         with self.desk.keeping():
             self.desk.lost(trial, _cause(trial))
 
@@ -109,7 +117,9 @@ def _name(trial: Trial) -> str:
 
 
 def _cause(trial: Trial) -> str:
-    """Why a trial failed, in a line: the last line of an exception's text, the first of Ray's word on a dead process."""
+    """Why a trial failed, in a line: the last line of an exception's text, the first of Ray's word
+    on a dead process.
+    """
     path = trial.error_file
     if path is None or not Path(path).is_file():
         return "its process died"
@@ -125,7 +135,8 @@ ROUND = 4.0
 
 
 class Interruptible:
-    """Ctrl-C and SIGTERM end a search between two rounds, and at once where none goes on or when they come again.
+    """Ctrl-C and SIGTERM end a search between two rounds, and at once where none goes on or when
+    they come again.
 
     Attributes:
         desk: of the search that goes on.
@@ -139,7 +150,9 @@ class Interruptible:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self.before = {which: signal.signal(which, self._halt) for which in (signal.SIGINT, signal.SIGTERM)}
+            self.before = {
+                which: signal.signal(which, self._halt) for which in (signal.SIGINT, signal.SIGTERM)
+            }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -176,7 +189,9 @@ def _quiet() -> Iterator[None]:
         log.setLevel(before)
 
 
-def fit(desk: Desk, count: int, artifacts: Artifacts, finish: Finish | None, signals: Interruptible) -> None:
+def fit(
+    desk: Desk, count: int, artifacts: Artifacts, finish: Finish | None, signals: Interruptible
+) -> None:
     """Run up to `count` trials from a desk.
 
     Raises:
@@ -186,7 +201,9 @@ def fit(desk: Desk, count: int, artifacts: Artifacts, finish: Finish | None, sig
     placed, folder = desk.slots, desk.study.folder
     trainable = tune.with_parameters(FederationTrial, artifacts=dict(artifacts), finish=finish)
     strategy = placed.run.resources.placement
-    trainable = tune.with_resources(trainable, tune.PlacementGroupFactory(list(placed.bundles), strategy=strategy))
+    trainable = tune.with_resources(
+        trainable, tune.PlacementGroupFactory(list(placed.bundles), strategy=strategy)
+    )
     tuner = tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
@@ -216,6 +233,7 @@ def fit(desk: Desk, count: int, artifacts: Artifacts, finish: Finish | None, sig
             desk.stopped()
     if desk.problem is not None:
         raise desk.problem
-    shutil.rmtree(folder / ".tune", ignore_errors=True)  # Tune's own state, which nothing here reads
+    # Tune's own state, which nothing here reads
+    shutil.rmtree(folder / ".tune", ignore_errors=True)
     if desk.halt == "interrupted":
         raise KeyboardInterrupt

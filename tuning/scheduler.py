@@ -1,4 +1,6 @@
-"""Where Tune's calls arrive: trials are handed out, their rounds judged, and the study's books kept."""
+"""Where Tune's calls arrive: trials are handed out, their rounds judged, and the study's books
+kept.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Desk:
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
-        """End everything where the books cannot be kept. Tune would take it for a trial's failure, or die of it."""
+        """End everything where the books cannot be kept. Tune would take it for a trial's failure,
+        or die of it.
+        """
         try:
             yield
         except Exception as error:  # raised again once all has stopped
@@ -65,7 +69,9 @@ class Desk:
             self.halt = self.halt or "the study's records could not be written"
 
     def busy(self) -> bool:
-        """Whether the trial handed out last is still starting its processes, which another would slow down."""
+        """Whether the trial handed out last is still starting its processes, which another would
+        slow down.
+        """
         if self.beginning is None:
             return False
         _, file, before, since = self.beginning
@@ -86,7 +92,9 @@ class Desk:
             try:
                 checked = base.resolved.Config.model_validate(values).model_dump(mode="json")
             except ValidationError as error:
-                self._failed(task.number, f"the setting is not possible: {error.errors()[0]['msg']}")
+                self._failed(
+                    task.number, f"the setting is not possible: {error.errors()[0]['msg']}"
+                )
                 continue
             if task.again:
                 self.say(f"trial {task.number} goes on from its last committed round")
@@ -96,11 +104,15 @@ class Desk:
                     "uri": self.uri,
                     "parent_run_id": self.parent.run_id,
                     "params": tuple(task.values),
-                    "tags": base.tracking.tags | self._tags() | {"role": "trial", "trial": str(task.number)},
+                    "tags": base.tracking.tags
+                    | self._tags()
+                    | {"role": "trial", "trial": str(task.number)},
                     "artifacts": False,
                 }
             )
-            run = base.model_copy(update={"config": checked, "out": folder.parent, "tracking": settings})
+            run = base.model_copy(
+                update={"config": checked, "out": folder.parent, "tracking": settings}
+            )
             return self._task(task.number, run, folder.name, self.study.search.max_rounds)
         return None
 
@@ -108,7 +120,9 @@ class Desk:
         """The study's next trial, after a line for every one that it had not to run."""
         task = self.study.next()
         for index, same in self.study.repeats:
-            self.say(f"trial {index}  has the setting of trial {same}: not run again, another is asked")
+            self.say(
+                f"trial {index}  has the setting of trial {same}: not run again, another is asked"
+            )
         self.study.repeats.clear()
         return task
 
@@ -132,7 +146,9 @@ class Desk:
         index, facts = trial.config["number"], json.loads(result["facts"])
         self._begun(index)
         self.latest[index] = facts
-        value = quality(self.study.search.objectives[0], facts["domains"]) if facts["domains"] else None
+        value = (
+            quality(self.study.search.objectives[0], facts["domains"]) if facts["domains"] else None
+        )
         if not self.study.report(index, result["step"], value):
             return False
         why = f"stopped by {self.study.search.pruner} after round {result['step']}"
@@ -163,7 +179,10 @@ class Desk:
             self._tell(index, trial, "finished", facts)
             best = self.study.best()
             if best is not None:
-                self.parent.log({"best_value": best.values[0]}, sum(t.state.is_finished() for t in self.study.trials()))
+                self.parent.log(
+                    {"best_value": best.values[0]},
+                    sum(t.state.is_finished() for t in self.study.trials()),
+                )
 
     def spend(self) -> None:
         """Count the time since the last call against the study's budget."""
@@ -198,18 +217,27 @@ class Desk:
             else f"{name} {facts.get('bytes_up' if name == 'bytes' else name)}"
             for name in objectives
         )
-        setting = setting_of({key: trial.config["run"].config[key] for key in self.study.parameters})
+        setting = setting_of(
+            {key: trial.config["run"].config[key] for key in self.study.parameters}
+        )
         held = "" if best is None else f"  (best {number(best.values[0])}, trial {best.number})"
         self.say(
-            f"trial {index}  {setting}  {outcome} after {facts['rounds']} rounds, {span(facts['seconds'])}{_lost(facts)}: "
+            f"trial {index}  {setting}  {outcome} after {facts['rounds']} rounds, "
+            f"{span(facts['seconds'])}{_lost(facts)}: "
             f"{values}{held}"
         )
 
     def stopped(self) -> None:
-        """Everything was stopped: mark what was still running, here or when an earlier process ended."""
+        """Everything was stopped: mark what was still running, here or when an earlier process
+        ended.
+        """
         self.spend()
         over = self.halt == TIME_IS_UP
-        left = [trial.number for trial in self.study.trials(TrialState.RUNNING)] if over else list(self.study.active)
+        left = (
+            [trial.number for trial in self.study.trials(TrialState.RUNNING)]
+            if over
+            else list(self.study.active)
+        )
         for index in left:
             reason = self.halt or "the search ended"
             tracker.close(self._settings(), self.study.folder_of(index), "KILLED", reason, "killed")
@@ -259,14 +287,21 @@ class Finals(Desk):
             self.lost(trial, str(result["failed"]))
         elif result.get("over"):
             facts = json.loads(result["facts"])
-            told = ", ".join(f"{name} {number(value)}" for name, value in facts.get("test", {}).items())
+            told = ", ".join(
+                f"{name} {number(value)}" for name, value in facts.get("test", {}).items()
+            )
             took = f"{span(facts['seconds'])}{_lost(facts)}"
-            self.say(f"final run, seed {seed}: test {self.study.base.evaluation.select}: {told}  ({took})")
+            self.say(
+                f"final run, seed {seed}: test {self.study.base.evaluation.select}: "
+                f"{told}  ({took})"
+            )
 
     def lost(self, trial: Trial, reason: str) -> None:
         seed = trial.config["number"]
         self._begun(seed)
-        tracker.close(self._settings(), self.study.folder / final_name(seed), "FAILED", reason, "failed")
+        tracker.close(
+            self._settings(), self.study.folder / final_name(seed), "FAILED", reason, "failed"
+        )
         self.problems.append(f"final run, seed {seed}: {reason}")
         self.say(self.problems[-1])
 
@@ -291,7 +326,8 @@ def _lost(facts: Mapping[str, Any]) -> str:
 def setting_of(values: Mapping[str, Any]) -> str:
     """Searched values for reading; rounded."""
     return " ".join(
-        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in values.items()
+        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
+        for key, value in values.items()
     )
 
 

@@ -1,8 +1,9 @@
 """A search: trials are whole federated runs, asked for by an Optuna study and placed by Ray Tune.
 
-Ray Tune gives every trial its own placement group (a bundle for the server, one per domain), runs as many at once as fit, and
-runs one again whose process died. What is asked, reported, stopped and remembered is `tuning.study`'s; what runs is
-`tuning.trial`'s. The test split is read by the final runs of the winner alone, through the function that the caller hands in.
+Ray Tune gives every trial its own placement group (a bundle for the server, one per domain), runs
+as many at once as fit, and runs one again whose process died. What is asked, reported, stopped and
+remembered is `tuning.study`'s; what runs is `tuning.trial`'s. The test split is read by the final
+runs of the winner alone, through the function that the caller hands in.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from crossfed.platform.console import Progress, make_progress
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.node import Artifacts, Plan
-from crossfed.platform.federation.run import Finish, chosen_domains, make_artifacts, resolve_data, shared
+from crossfed.platform.federation.run import (
+    Finish,
+    chosen_domains,
+    make_artifacts,
+    resolve_data,
+    shared,
+)
 from crossfed.platform.layout import RESULT, RUN_ID
 from crossfed.platform.registry import method_name
 from crossfed.platform.tracking import names, tracker
@@ -37,7 +44,17 @@ from crossfed.tuning.ray_tune import Interruptible, fit
 from crossfed.tuning.report import tables
 from crossfed.tuning.report.figures import save_figures
 from crossfed.tuning.scheduler import TIME_IS_UP, Desk, Finals, final_name, setting_of
-from crossfed.tuning.study import STUDY, SUMMARY, Search, Study, differences, idle, reason, total_rounds, unreached
+from crossfed.tuning.study import (
+    STUDY,
+    SUMMARY,
+    Search,
+    Study,
+    differences,
+    idle,
+    reason,
+    total_rounds,
+    unreached,
+)
 
 UNKEPT = (OSError, SQLAlchemyError, StorageInternalError)
 
@@ -60,15 +77,18 @@ class Found:
     summary: dict[str, Any]
 
 
-# -- the whole search --------------------------------------------------------------------------------------------------
+# -- the whole search ------------------------------------------------------------------------------
 
 
-def start(search: Search, base: RunConfig, *, finish: Finish | None = None, view: Progress | None = None) -> Found:
+def start(
+    search: Search, base: RunConfig, *, finish: Finish | None = None, view: Progress | None = None
+) -> Found:
     """Search a method's space on a data set, then run the winner in full.
 
     Args:
         search: how. base: the run that all trials share; its method values are the first trial.
-        finish: reads the test split at the end of the winner's final runs; without it there are none.
+        finish: reads the test split at the end of the winner's final runs; without it there are
+            none.
         view: where progress is told.
 
     Raises:
@@ -81,7 +101,8 @@ def start(search: Search, base: RunConfig, *, finish: Finish | None = None, view
         return go_on(study, finish=finish, view=view)
     except CrossfedError:
         with contextlib.suppress(CrossfedError, *UNKEPT), study.locked():
-            if not study.begun():  # refused, for instance by the cluster's size: its name stays free
+            # refused, for instance by the cluster's size: its name stays free
+            if not study.begun():
                 study.discard()
         raise
 
@@ -94,25 +115,33 @@ def check(search: Search, base: RunConfig) -> tuple[RunConfig, PreparedData]:
     """
     if base.mirror is not None:
         raise CrossfedError(
-            "A study is kept in a folder, not at a URI: give --out a local or shared folder, and no mirror."
+            "A study is kept in a folder, not at a URI: give --out a local or shared folder, "
+            "and no mirror."
         )
     data = PreparedData.open(resolve_data(base))
     domains = chosen_domains(base, data)
     for name in search.objectives:
         if name.startswith("domain:") and name.removeprefix("domain:") not in domains:
-            raise CrossfedError(f"The objective {name} names no domain of this run; it has {', '.join(domains)}.")
+            raise CrossfedError(
+                f"The objective {name} names no domain of this run; it has {', '.join(domains)}."
+            )
     if "epsilon" in search.objectives and not base.resolved.releases(base.method_config()):
         raise CrossfedError(
-            f"The objective epsilon needs a method that perturbs what it sends; {base.method} does not."
+            f"The objective epsilon needs a method that perturbs what it sends; {base.method} "
+            f"does not."
         )
     Study.check(search, base)
     if base.tracking.enabled:
         tracker.resolve_uri(base.tracking, base.out)
-    full = base.model_copy(update={"data": base.data and data.path.absolute(), "out": base.out.absolute()})
+    full = base.model_copy(
+        update={"data": base.data and data.path.absolute(), "out": base.out.absolute()}
+    )
     return full, data
 
 
-def go_on(study: Study, *, more: int = 0, finish: Finish | None = None, view: Progress | None = None) -> Found:
+def go_on(
+    study: Study, *, more: int = 0, finish: Finish | None = None, view: Progress | None = None
+) -> Found:
     """Run what is left of a study: trials, then the winner's final runs, then the figures.
 
     Args:
@@ -129,7 +158,8 @@ def go_on(study: Study, *, more: int = 0, finish: Finish | None = None, view: Pr
     before = study.optuna.user_attrs.get("data_fingerprint", data.fingerprint)
     if before != data.fingerprint:
         raise CrossfedError(
-            f"The study {search.name} was started on data {before[:12]}, but {data.path} is now {data.fingerprint[:12]}; "
+            f"The study {search.name} was started on data {before[:12]}, but {data.path} is "
+            f"now {data.fingerprint[:12]}; "
             "restore that data or start another study."
         )
     began = time.monotonic()
@@ -146,12 +176,18 @@ def go_on(study: Study, *, more: int = 0, finish: Finish | None = None, view: Pr
                 artifacts = make_artifacts(base, view)
                 parent = _parent(study, view)
                 try:
-                    _search(Desk(study, placed, parent, view.note, _uri(study), since=began), artifacts, signals)
+                    _search(
+                        Desk(study, placed, parent, view.note, _uri(study), since=began),
+                        artifacts,
+                        signals,
+                    )
                     summary = _finals(study, placed, parent, artifacts, finish, view, signals)
                     _record(study, parent, summary)
                 except BaseException as error:
                     killed = isinstance(error, KeyboardInterrupt)
-                    parent.finish("KILLED" if killed else "FAILED", "interrupted" if killed else str(error))
+                    parent.finish(
+                        "KILLED" if killed else "FAILED", "interrupted" if killed else str(error)
+                    )
                     raise
                 parent.finish("FINISHED")
                 view.note(f"tracking   {parent.status}" + (f": {parent.url}" if parent.url else ""))
@@ -168,7 +204,8 @@ def _kept(study: Study) -> Iterator[None]:
         yield
     except UNKEPT as error:
         raise CrossfedError(
-            f"The study stopped, because its records could not be kept: {reason(error)}; what was committed stays: make room "
+            f"The study stopped, because its records could not be kept: {reason(error)}; what "
+            f"was committed stays: make room "
             f"or bring the storage back, then run crossfed tune resume {study.folder}."
         ) from error
 
@@ -194,22 +231,28 @@ def _search(desk: Desk, artifacts: Artifacts, signals: Interruptible) -> None:
         desk.say(f"{tried} tried; --trials asked for {study.search.trials}")
 
 
-def _announce(view: Progress, study: Study, placed: Slots, data: PreparedData, domains: Sequence[str]) -> None:
+def _announce(
+    view: Progress, study: Study, placed: Slots, data: PreparedData, domains: Sequence[str]
+) -> None:
     search, base = study.search, study.base
     begun = study.begun()
     kind = "synthetic " if data.synthetic else ""
     rule = "none"
     if search.pruner != "none":
         rule = f"{search.pruner}, not before round {study.grace}"
-        rule += f" and so never, as no trial has more than {study.max_rounds}" * (study.grace >= study.max_rounds)
+        rule += f" and so never, as no trial has more than {study.max_rounds}" * (
+            study.grace >= study.max_rounds
+        )
     view.start(
         f"Study {search.name}: {base.resolved.title}",
         [
-            f"data       {kind}{data.path.name}: {', '.join(domains)}{shared(base.evaluation.train_share)}",
+            f"data       {kind}{data.path.name}: "
+            f"{', '.join(domains)}{shared(base.evaluation.train_share)}",
             f"protocol   {base.evaluation.protocol}",
             f"objective  {', '.join(search.objectives)} of validation {base.evaluation.select}",
             f"space      {'; '.join(f'{name}: {_told(study, name)}' for name in study.parameters)}",
-            f"trials     {search.trials} ({begun} begun before), {placed.at_once} at once, up to {study.max_rounds} rounds each",
+            f"trials     {search.trials} ({begun} begun before), {placed.at_once} at once, up "
+            f"to {study.max_rounds} rounds each",
             f"rules      sampler {search.sampler}, seed {search.seed}; stopping {rule}",
             f"placement  {placed.cpus:g} CPUs and {placed.gpus:g} GPUs per trial",
             f"directory  {study.folder}",
@@ -224,7 +267,9 @@ def _warn_of_idle(view: Progress, study: Study) -> None:
     if not keys and (not stages or study.search.max_rounds is None):
         return
     named = f"stage{'s' * (len(stages) > 1)} {', '.join(stages)}"
-    why = f"with max_rounds={study.search.max_rounds} " if study.search.max_rounds is not None else ""
+    why = (
+        f"with max_rounds={study.search.max_rounds} " if study.search.max_rounds is not None else ""
+    )
     warning = f"{why}no trial gets to {named}"
     if keys:
         warning += f", and {', '.join(keys)}, searched here, can make no difference between trials"
@@ -237,7 +282,9 @@ def _warn_of_idle(view: Progress, study: Study) -> None:
 def _told(study: Study, name: str) -> str:
     parameter = study.parameters[name]
     ends = parameter.ends()
-    values = f"{ends[0]:g} to {ends[1]:g}" if hasattr(parameter, "low") else ", ".join(map(str, ends))
+    values = (
+        f"{ends[0]:g} to {ends[1]:g}" if hasattr(parameter, "low") else ", ".join(map(str, ends))
+    )
     return f"{values} (first {study.first[name]})"
 
 
@@ -280,7 +327,10 @@ def _parent(study: Study, view: Progress) -> Tracker:
         warn=view.warn,
     )
     if base.tracking.enabled and parent.run_id is None:
-        view.warn("trials cannot be shown below their study, because its store is away; they carry the tag `study`.")
+        view.warn(
+            "trials cannot be shown below their study, because its store is away; they "
+            "carry the tag `study`."
+        )
     return parent
 
 
@@ -296,16 +346,21 @@ def _finals(
     """Run the winner in full for every seed that was not yet, and sum the study up."""
     winner = study.best()
     if winner is None:
-        reasons = [f"trial {t.number}: {t.user_attrs.get('reason', t.state.name.lower())}" for t in study.trials()]
+        reasons = [
+            f"trial {t.number}: {t.user_attrs.get('reason', t.state.name.lower())}"
+            for t in study.trials()
+        ]
         raise CrossfedError(
-            f"No trial of {study.search.name} finished ({'; '.join(reasons[:3]) or 'none was begun'}); "
+            f"No trial of {study.search.name} finished "
+            f"({'; '.join(reasons[:3]) or 'none was begun'}); "
             f"see crossfed tune show {study.folder}."
         )
     values = dict(winner.user_attrs["values"])
     seeds = [study.base.seed + index for index in range(study.search.seeds)] if finish else []
     kept = study.folder / "winner.json"
     before = read_json(kept)["trial"] if kept.is_file() else winner.number
-    if before != winner.number:  # more trials found a better one: its final runs replace those of the one before
+    # more trials found a better one: its final runs replace those of the one before
+    if before != winner.number:
         for seed in seeds:
             old = study.folder / final_name(seed)
             if old.exists():
@@ -314,15 +369,23 @@ def _finals(
     todo = [seed for seed in seeds if not (study.folder / final_name(seed) / RESULT).is_file()]
     if todo:
         seeds_told = ", ".join(map(str, todo))
-        view.note(f"winner     trial {winner.number}: {setting_of(values)}; now in full, seeds {seeds_told}")
+        view.note(
+            f"winner     trial {winner.number}: {setting_of(values)}; now in full, seeds "
+            f"{seeds_told}"
+        )
         desk = Finals(study, placed, parent, view.note, _uri(study), todo=todo, values=values)
         fit(desk, len(todo), artifacts, finish, signals)
         if desk.problems:
-            raise CrossfedError(f"{desk.problems[0].rstrip('.')}. Mend it and run crossfed tune resume {study.folder}.")
+            raise CrossfedError(
+                f"{desk.problems[0].rstrip('.')}. Mend it and run crossfed "
+                f"tune resume {study.folder}."
+            )
     return _summary(study, winner.number, values, seeds)
 
 
-def _summary(study: Study, winner: int, values: Mapping[str, Any], seeds: Sequence[int]) -> dict[str, Any]:
+def _summary(
+    study: Study, winner: int, values: Mapping[str, Any], seeds: Sequence[int]
+) -> dict[str, Any]:
     """What the study came to; also written to `study.json`."""
     trials, metric = study.trials(), study.base.evaluation.select
     results = {seed: read_json(study.folder / final_name(seed) / RESULT) for seed in seeds}
@@ -349,7 +412,10 @@ def _summary(study: Study, winner: int, values: Mapping[str, Any], seeds: Sequen
         "rounds": rounds,
         "full_rounds": study.begun() * total_rounds(study.base),
         "winner": {"trial": winner, "config": dict(values), "values": trials[winner].values},
-        "paper": {"trial": 0, "values": trials[0].values if trials[0].state.name == "COMPLETE" else None},
+        "paper": {
+            "trial": 0,
+            "values": trials[0].values if trials[0].state.name == "COMPLETE" else None,
+        },
         "seeds": list(seeds),
         "finals": finals,
         "candidates": candidates,
@@ -372,12 +438,14 @@ def _record(study: Study, parent: Tracker, summary: Mapping[str, Any]) -> None:
 def tune_all(
     methods: Mapping[str, tuple[Search, RunConfig]], folder: Path, *, finish: Finish, view: Progress
 ) -> tables.Table:
-    """Give every method the same number of trials and the same rule, run each winner in full, and say what each cost.
+    """Give every method the same number of trials and the same rule, run each winner in full, and
+    say what each cost.
 
     Args:
         methods: method -> its search and its run. folder: where `budget.md` and `budget.csv` go.
 
-    Raises: as `start`, before the first trial where it can be known. A study that exists goes on; it must be the same.
+    Raises: as `start`, before the first trial where it can be known. A study that exists goes on;
+    it must be the same.
     """
     rows = []
     for search, base in methods.values():
@@ -394,7 +462,8 @@ def tune_all(
         )
         finals = found.summary["finals"]
         test = [
-            statistics.fmean(column) for column in zip(*(row["test"]["values"] for row in finals.values()), strict=True)
+            statistics.fmean(column)
+            for column in zip(*(row["test"]["values"] for row in finals.values()), strict=True)
         ]
         rows.append(tables.Spent.of(found.study.optuna, test))
         table = tables.budget_table(rows)
@@ -412,6 +481,7 @@ def _same(study: Study, search: Search, base: RunConfig) -> None:
     )
     for key, old, new in differences(before, now):
         raise CrossfedError(
-            f"The study {search.name} was started with {key} = {old}, not {new}; ask for the same to go on with it, or choose "
+            f"The study {search.name} was started with {key} = {old}, not {new}; ask for the "
+            f"same to go on with it, or choose "
             "another --study."
         )

@@ -1,4 +1,5 @@
-"""The search space a method declares: the `search:` block of its YAML file, checked against its Config.
+"""The search space a method declares: the `search:` block of its YAML file, checked against its
+Config.
 
 search:
   K: {values: [30, 40, 50, 60, 70]}
@@ -85,21 +86,25 @@ def space(
 
     Args:
         method: a method's name.
-        changes: name -> entry in the form of the YAML block; a list stands for its values; None removes a declared
-            parameter from the search.
+        changes: name -> entry in the form of the YAML block; a list stands for its values; None
+            removes a declared parameter from the search.
         base: the method's values where nothing is searched; by default those it ships with.
 
     Returns:
         name -> parameter; one that others depend on (`when`) comes before them.
 
     Raises:
-        CrossfedError: an entry is malformed, names no key of the method's Config, holds a value the Config refuses, removes
-            what is not searched, or depends on itself or on what never holds.
+        CrossfedError: an entry is malformed, names no key of the method's Config, holds a value the
+            Config refuses, removes what is not searched, or depends on itself or on what never
+            holds.
     """
     declared, changes = declared_search(method), dict(changes or {})
-    if unknown := [name for name, entry in changes.items() if entry is None and name not in declared]:
+    if unknown := [
+        name for name, entry in changes.items() if entry is None and name not in declared
+    ]:
         raise CrossfedError(
-            f"{method}, search: {unknown[0]} is not searched and cannot be taken out{nearest(unknown[0], declared)}"
+            f"{method}, search: {unknown[0]} is not searched and cannot be taken "
+            f"out{nearest(unknown[0], declared)}"
         )
     found = {name: entry for name, entry in (declared | changes).items() if entry is not None}
     return read(method, found, build(method).config if base is None else base)
@@ -119,7 +124,8 @@ def read(method: str, raw: Mapping[str, Any], base: Mapping[str, Any]) -> dict[s
         try:
             checked = config.model_validate({**base, name: value})
         except ValidationError as error:
-            if not error.errors()[0]["loc"] and not alone:  # keys that must fit each other may do so in a trial
+            # keys that must fit each other may do so in a trial
+            if not error.errors()[0]["loc"] and not alone:
                 return value
             raise first_error(error, f"{method}, search", config) from None
         return checked.model_dump(mode="json")[name]
@@ -127,16 +133,22 @@ def read(method: str, raw: Mapping[str, Any], base: Mapping[str, Any]) -> dict[s
     found: dict[str, Parameter] = {}
     for name, entry in entries.items():
         ends = [kept(name, value) for value in entry.ends()]
-        when = {other: tuple(kept(other, value) for value in allowed) for other, allowed in entry.when.items()}
+        when = {
+            other: tuple(kept(other, value) for value in allowed)
+            for other, allowed in entry.when.items()
+        }
         if isinstance(entry, Choice):
             values = tuple(value for place, value in enumerate(ends) if value not in ends[:place])
             found[name] = entry.model_copy(update={"values": values, "when": when})
             continue
         if not all(isinstance(end, float | int) and not isinstance(end, bool) for end in ends):
-            raise CrossfedError(f"{method}, search: {name} takes no numbers; give its values, e.g. {name}=[…].")
+            raise CrossfedError(
+                f"{method}, search: {name} takes no numbers; give its values, e.g. {name}=[…]."
+            )
         if not entry.int and isinstance(ends[0], int):
             raise CrossfedError(
-                f"{method}, search: {name} takes whole numbers only; add int: true to its range, or give values."
+                f"{method}, search: {name} takes whole numbers only; add int: true to its "
+                f"range, or give values."
             )
         found[name] = entry.model_copy(update={"when": when})
     for name, entry in found.items():
@@ -145,7 +157,8 @@ def read(method: str, raw: Mapping[str, Any], base: Mapping[str, Any]) -> dict[s
             possible = (base[other],) if searched is None else (*searched.ends(), base[other])
             if not isinstance(searched, Range) and not any(value in allowed for value in possible):
                 raise CrossfedError(
-                    f"{method}, search: {name} would never be searched: {other} is never {' or '.join(map(str, allowed))}, "
+                    f"{method}, search: {name} would never be searched: {other} is never "
+                    f"{' or '.join(map(str, allowed))}, "
                     f"only {', '.join(map(str, dict.fromkeys(possible)))}."
                 )
     return _ordered(method, found)
@@ -156,7 +169,9 @@ def _entry(method: str, name: str, raw: Any) -> Parameter:
     where = f"{method}, search: {name}"
     raw = {"values": list(raw)} if isinstance(raw, list | tuple) else raw
     if not isinstance(raw, Mapping) or not raw.keys() & {"values", "low", "high"}:
-        raise CrossfedError(f"{where}: {raw!r} is neither {{values: […]}} nor {{low: …, high: …, log: …, int: …}}.")
+        raise CrossfedError(
+            f"{where}: {raw!r} is neither {{values: […]}} nor {{low: …, high: …, log: …, int: …}}."
+        )
     kind: type[Choice | Range] = Choice if "values" in raw else Range
     try:
         return kind.model_validate(raw)
@@ -171,13 +186,16 @@ def _ordered(method: str, found: Mapping[str, Parameter]) -> dict[str, Parameter
     while left:
         ready = [name for name, parameter in left.items() if not set(parameter.when) & set(left)]
         if not ready:
-            raise CrossfedError(f"{method}, search: {', '.join(left)} depend on each other in their `when`.")
+            raise CrossfedError(
+                f"{method}, search: {', '.join(left)} depend on each other in their `when`."
+            )
         done |= {name: left.pop(name) for name in ready}
     return done
 
 
 def changes(file: Path | None, entries: list[str]) -> dict[str, Any]:
-    """Changes to a declared space, from a YAML file in the form of the `search:` block and from `name=entry` strings.
+    """Changes to a declared space, from a YAML file in the form of the `search:` block and from
+    `name=entry` strings.
 
     Raises:
         CrossfedError: the file or a string cannot be read.
@@ -187,18 +205,28 @@ def changes(file: Path | None, entries: list[str]) -> dict[str, Any]:
         try:
             loaded = load_yaml(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise CrossfedError(f"The space file {file} cannot be read: {' '.join(str(error).split())}.") from None
+            raise CrossfedError(
+                f"The space file {file} cannot be read: {' '.join(str(error).split())}."
+            ) from None
         loaded = loaded.get("search", loaded) if isinstance(loaded, dict) else loaded
         if not isinstance(loaded, dict):
-            raise CrossfedError(f"The space file {file} must map names to {{values: […]}} or {{low, high, log, int}}.")
+            raise CrossfedError(
+                f"The space file {file} must map names to {{values: […]}} or "
+                f"{{low, high, log, int}}."
+            )
         found |= {str(name): entry for name, entry in loaded.items()}
     named: set[str] = set()
     for entry in entries:
         name, equals, value = (part.strip() for part in entry.partition("="))
         if not equals or not value or not name:
-            raise CrossfedError(f"--search {entry!r} must read name=[values], name={{low: …, high: …}} or name=null.")
+            raise CrossfedError(
+                f"--search {entry!r} must read name=[values], name={{low: …, "
+                f"high: …}} or name=null."
+            )
         if name in named:
-            raise CrossfedError(f"--search names {name} twice; give it once, e.g. --search '{name}=[…]'.")
+            raise CrossfedError(
+                f"--search names {name} twice; give it once, e.g. --search '{name}=[…]'."
+            )
         named.add(name)
         found[name] = _numbers(parse_value(value, "--search"))
     return found
@@ -213,8 +241,11 @@ def _numbers(value: Any) -> Any:
     return parse_value(value) if isinstance(value, str) else value
 
 
-def with_first(parameters: Mapping[str, Parameter], first: Mapping[str, Any]) -> dict[str, Parameter]:
-    """The space with the first trial's values (the paper's, or those given by `--set`) among its choices.
+def with_first(
+    parameters: Mapping[str, Parameter], first: Mapping[str, Any]
+) -> dict[str, Parameter]:
+    """The space with the first trial's values (the paper's, or those given by `--set`) among its
+    choices.
 
     Raises:
         CrossfedError: such a value lies outside a range.
@@ -224,18 +255,24 @@ def with_first(parameters: Mapping[str, Parameter], first: Mapping[str, Any]) ->
         value = first[name]
         if isinstance(parameter, Choice) and value not in parameter.values:
             parameter = parameter.model_copy(update={"values": (*parameter.values, value)})
-        if isinstance(parameter, Range) and (value is None or not parameter.low <= value <= parameter.high):
+        if isinstance(parameter, Range) and (
+            value is None or not parameter.low <= value <= parameter.high
+        ):
             told = "null" if value is None else value
             raise CrossfedError(
-                f"search: {name}={told}, the value of the first trial, lies outside {parameter.low:g} to {parameter.high:g}; "
+                f"search: {name}={told}, the value of the first trial, lies outside "
+                f"{parameter.low:g} to {parameter.high:g}; "
                 f"widen the range, e.g. --search '{name}={{low: …, high: …}}', or --set {name}=…"
             )
         found[name] = parameter
     return found
 
 
-def sample(parameters: Mapping[str, Parameter], trial: optuna.Trial, base: Mapping[str, Any]) -> dict[str, Any]:
-    """One point of the space: method Config key -> value, without the parameters that are not active there.
+def sample(
+    parameters: Mapping[str, Parameter], trial: optuna.Trial, base: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One point of the space: method Config key -> value, without the parameters that are not
+    active there.
 
     Args:
         base: the method's values where nothing is searched.
@@ -256,7 +293,8 @@ def grid(parameters: Mapping[str, Parameter], base: Mapping[str, Any]) -> Iterat
     for name, parameter in parameters.items():
         if isinstance(parameter, Range):
             raise CrossfedError(
-                f"search: a grid needs values, but {name} is the range {parameter.low:g} to {parameter.high:g}; "
+                f"search: a grid needs values, but {name} is the range {parameter.low:g} to "
+                f"{parameter.high:g}; "
                 f"give --search '{name}=[…]' or another sampler."
             )
     seen: list[dict[str, Any]] = []

@@ -1,7 +1,9 @@
-"""A study's books: what was asked, reported and came of it, in an Optuna study and a directory that outlive the process.
+"""A study's books: what was asked, reported and came of it, in an Optuna study and a directory that
+outlive the process.
 
-Everything is in Optuna's storage as soon as it is known, so that a study killed at any moment goes on from there: a trial that
-was running keeps its number and its values, and its federation continues from its last committed round.
+Everything is in Optuna's storage as soon as it is known, so that a study killed at any moment goes
+on from there: a trial that was running keeps its number and its values, and its federation
+continues from its last committed round.
 """
 
 from __future__ import annotations
@@ -35,12 +37,17 @@ SUMMARY = "study.json"
 QUALITY = ("mean", "worst")
 COSTS = ("epsilon", "bytes")
 REPEATS = "repeats"
-"""Trial attribute: the number of the earlier trial whose setting, and so whose values, this one has."""
+"""Trial attribute: the number of the earlier trial whose setting, and so whose values, this one
+has.
+"""
 ATTEMPTS = 20
-"""How often the sampler is asked for a setting that was not tried; in the second half of them at random."""
+"""How often the sampler is asked for a setting that was not tried; in the second half of them at
+random.
+"""
 MULTI = ("tpe", "random", "grid", "nsgaii", "nsgaiii", "gp")
 
-optuna.logging.set_verbosity(optuna.logging.WARNING)  # a line per trial is printed by the command itself
+# a line per trial is printed by the command itself
+optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 class Search(Settings):
@@ -48,7 +55,9 @@ class Search(Settings):
 
     name: str = Field(description="the study's name and folder")
     trials: PositiveInt = Field(20, description="trials in all, the paper's setting included")
-    concurrent: PositiveInt | None = Field(None, description="trials at once; none takes as many as fit")
+    concurrent: PositiveInt | None = Field(
+        None, description="trials at once; none takes as many as fit"
+    )
     objectives: tuple[str, ...] = Field(
         ("mean",),
         min_length=1,
@@ -58,26 +67,42 @@ class Search(Settings):
         "tpe", description="Optuna's sampler"
     )
     startup: PositiveInt | None = Field(
-        None, description="random trials before tpe or gp model anything; none takes a third of them, 10 at most"
+        None,
+        description="random trials before tpe or gp model anything; none takes a third "
+        "of them, 10 at most",
     )
-    pruner: Literal["asha", "median", "none"] = Field("asha", description="rule that stops trials by their rounds")
+    pruner: Literal["asha", "median", "none"] = Field(
+        "asha", description="rule that stops trials by their rounds"
+    )
     grace: PositiveInt | None = Field(
-        None, description="rounds that no trial is stopped before; none covers the first of several stages"
+        None,
+        description="rounds that no trial is stopped before; none covers the first of "
+        "several stages",
     )
     reduction: int = Field(2, ge=2, description="asha: one in so many goes on at each rung")
-    max_rounds: PositiveInt | None = Field(None, description="rounds of a trial at most; winners run in full")
-    time_budget: float | None = Field(None, gt=0, description="seconds of the search, without the final runs")
+    max_rounds: PositiveInt | None = Field(
+        None, description="rounds of a trial at most; winners run in full"
+    )
+    time_budget: float | None = Field(
+        None, gt=0, description="seconds of the search, without the final runs"
+    )
     seeds: int = Field(1, ge=0, description="seeds of the winner's final runs; 0 leaves them out")
     retries: int = Field(1, ge=0, description="how often a trial whose process dies is run again")
     seed: int = Field(0, ge=0, description="seed of the sampler")
-    storage: str | None = Field(None, description="Optuna storage URL; none keeps a SQLite file in the study's folder")
-    changes: dict[str, Any] = Field(default_factory=dict, description="changes to the space the method declares")
+    storage: str | None = Field(
+        None, description="Optuna storage URL; none keeps a SQLite file in the study's folder"
+    )
+    changes: dict[str, Any] = Field(
+        default_factory=dict, description="changes to the space the method declares"
+    )
 
     @field_validator("name")
     @classmethod
     def _folder(cls, value: str) -> str:
         if not re.fullmatch(r"\w[\w.-]{0,99}", value) or len(value.encode()) > 200:
-            raise ValueError("a name is up to 100 letters, digits, _, - and ., and begins with a letter or digit")
+            raise ValueError(
+                "a name is up to 100 letters, digits, _, - and ., and begins with a letter or digit"
+            )
         return value
 
     @field_validator("objectives")
@@ -91,15 +116,20 @@ class Search(Settings):
         if len(set(value)) < len(value):
             raise ValueError("an objective occurs twice")
         if value[0] in COSTS:
-            raise ValueError(f"the first objective must be a quality (mean, worst, domain:NAME), not {value[0]}")
+            raise ValueError(
+                f"the first objective must be a quality (mean, worst, domain:NAME), not {value[0]}"
+            )
         return value
 
     def model_post_init(self, _: Any) -> None:
         if len(self.objectives) > 1 and self.sampler not in MULTI:
-            raise ValueError(f"the sampler {self.sampler} takes one objective; use {', '.join(MULTI)}")
+            raise ValueError(
+                f"the sampler {self.sampler} takes one objective; use {', '.join(MULTI)}"
+            )
         if len(self.objectives) > 1 and self.pruner != "none":
             raise ValueError(
-                f"{self.pruner} stops trials by quality alone and would cut the front's cheap end; use pruner none"
+                f"{self.pruner} stops trials by quality alone and would cut the front's cheap "
+                f"end; use pruner none"
             )
         if self.grace is not None and self.pruner == "none":
             raise ValueError("a grace period needs a pruner: none stops nothing")
@@ -123,12 +153,16 @@ def checked_search(**given: Any) -> Search:
         key = str(first["loc"][0])
         option = "--" + {"name": "study", "objectives": "objective"}.get(key, key).replace("_", "-")
         value = ", ".join(first["input"]) if isinstance(first["input"], tuple) else first["input"]
-        raise CrossfedError(f"{option} {value!r} is not possible: {message[0].lower()}{message[1:]}.") from None
+        raise CrossfedError(
+            f"{option} {value!r} is not possible: {message[0].lower()}{message[1:]}."
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One trial to run: its number, the searched values, and whether it goes on from an earlier process."""
+    """One trial to run: its number, the searched values, and whether it goes on from an earlier
+    process.
+    """
 
     number: int
     values: dict[str, Any]
@@ -136,7 +170,9 @@ class Task:
 
 
 def quality(objective: str, domains: Mapping[str, float]) -> float:
-    """A quality objective from each domain's selecting validation metric: macro mean, worst domain or a named one."""
+    """A quality objective from each domain's selecting validation metric: macro mean, worst domain
+    or a named one.
+    """
     if objective == "mean":
         return sum(domains.values()) / len(domains)
     if objective == "worst":
@@ -155,17 +191,24 @@ def trial_rounds(search: Search, config: RunConfig) -> int:
 
 
 def grace_rounds(search: Search, config: RunConfig) -> int:
-    """Rounds that no trial is stopped before: past the first stage where there are several, as its values do not compare."""
+    """Rounds that no trial is stopped before: past the first stage where there are several, as its
+    values do not compare.
+    """
     if search.grace is not None:
         return search.grace
-    rounds = [stage.rounds for stage in config.resolved.stages(config.method_config()) if stage.rounds]
+    rounds = [
+        stage.rounds for stage in config.resolved.stages(config.method_config()) if stage.rounds
+    ]
     if len(rounds) > 1:
         return rounds[0] + 1
     return max(1, -(-trial_rounds(search, config) // search.reduction**3))
 
 
-def unreached(search: Search, config: RunConfig, parameters: Mapping[str, Parameter]) -> tuple[str, ...]:
-    """Names of the stages that no trial gets to: they have no rounds, or `max_rounds` ends trials before them.
+def unreached(
+    search: Search, config: RunConfig, parameters: Mapping[str, Parameter]
+) -> tuple[str, ...]:
+    """Names of the stages that no trial gets to: they have no rounds, or `max_rounds` ends trials
+    before them.
 
     Looked at are the first trial and those that differ from it in one searched key.
     """
@@ -181,17 +224,24 @@ def unreached(search: Search, config: RunConfig, parameters: Mapping[str, Parame
             # a trial ends at its cap once something has been measured
             over = search.max_rounds is not None and before >= search.max_rounds and measured
             named[stage.name] = named.get(stage.name, False) or (stage.rounds > 0 and not over)
-            before, measured = before + stage.rounds, measured or (stage.evaluate and stage.rounds > 0)
+            before, measured = (
+                before + stage.rounds,
+                measured or (stage.evaluate and stage.rounds > 0),
+            )
     return tuple(name for name, reached in named.items() if not reached)
 
 
-def idle(stages: Collection[str], config: RunConfig, parameters: Mapping[str, Parameter]) -> tuple[str, ...]:
+def idle(
+    stages: Collection[str], config: RunConfig, parameters: Mapping[str, Parameter]
+) -> tuple[str, ...]:
     """The searched keys that only these stages read."""
     belongs = stage_keys(config.resolved.Config)
     return tuple(name for name in parameters if belongs.get(name) in stages)
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
     """Dotted keys whose values differ between two nested mappings, with both values."""
     for key in dict.fromkeys([*before, *now]):
         old, new = before.get(key), now.get(key)
@@ -204,8 +254,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str =
 def make_sampler(search: Search, number: int) -> optuna.samplers.BaseSampler:
     """The sampler for trial `number`, with every argument pinned that matters.
 
-    It is made anew for each trial, seeded by the study's seed and the number, so that a resumed study draws as an uninterrupted
-    one does; what it has learnt is in the storage.
+    It is made anew for each trial, seeded by the study's seed and the number, so that a resumed
+    study draws as an uninterrupted one does; what it has learnt is in the storage.
     """
     seed = search.seed * 1_000_003 + number
     startup = search.startup or max(1, min(10, search.trials // 3))
@@ -224,11 +274,17 @@ def make_sampler(search: Search, number: int) -> optuna.samplers.BaseSampler:
                 )
             case "gp":
                 return optuna.samplers.GPSampler(
-                    n_startup_trials=startup, deterministic_objective=False, warn_independent_sampling=False, seed=seed
+                    n_startup_trials=startup,
+                    deterministic_objective=False,
+                    warn_independent_sampling=False,
+                    seed=seed,
                 )
             case "cmaes":
                 return optuna.samplers.CmaEsSampler(
-                    n_startup_trials=1, warn_independent_sampling=False, consider_pruned_trials=True, seed=seed
+                    n_startup_trials=1,
+                    warn_independent_sampling=False,
+                    consider_pruned_trials=True,
+                    seed=seed,
                 )
             case "nsgaii":
                 return optuna.samplers.NSGAIISampler(
@@ -236,7 +292,11 @@ def make_sampler(search: Search, number: int) -> optuna.samplers.BaseSampler:
                 )
             case "nsgaiii":
                 return optuna.samplers.NSGAIIISampler(
-                    population_size=population, crossover_prob=0.9, swapping_prob=0.5, dividing_parameter=3, seed=seed
+                    population_size=population,
+                    crossover_prob=0.9,
+                    swapping_prob=0.5,
+                    dividing_parameter=3,
+                    seed=seed,
                 )
             case "random" | "grid":  # a grid's points are handed out by the study
                 return optuna.samplers.RandomSampler(seed=seed)
@@ -246,10 +306,15 @@ def make_pruner(search: Search, grace: int) -> optuna.pruners.BasePruner:
     """The rule that stops trials; it sees the running best validation metric of every round."""
     if search.pruner == "asha":
         return optuna.pruners.SuccessiveHalvingPruner(
-            min_resource=grace, reduction_factor=search.reduction, min_early_stopping_rate=0, bootstrap_count=0
+            min_resource=grace,
+            reduction_factor=search.reduction,
+            min_early_stopping_rate=0,
+            bootstrap_count=0,
         )
     if search.pruner == "median":
-        return optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=grace, interval_steps=1, n_min_trials=2)
+        return optuna.pruners.MedianPruner(
+            n_startup_trials=4, n_warmup_steps=grace, interval_steps=1, n_min_trials=2
+        )
     return optuna.pruners.NopPruner()
 
 
@@ -257,13 +322,16 @@ class Study:
     """One study: its settings, its directory, its Optuna study.
 
     Args:
-        folder: the study's directory; holds `study.yaml`, the trials' run directories and the figures.
+        folder: the study's directory; holds `study.yaml`, the trials' run directories and the
+            figures.
         search, base: how it searches, and the run that all trials share.
         declared: the searched parameters.
 
     Attributes:
-        first: the searched keys' values in the first trial: the paper's, unless the base changed them.
-        repeats: trials of this process that were not run, because an earlier one had the same setting; and which.
+        first: the searched keys' values in the first trial: the paper's, unless the base changed
+            them.
+        repeats: trials of this process that were not run, because an earlier one had the same
+            setting; and which.
     """
 
     def __init__(
@@ -283,15 +351,15 @@ class Study:
         self.active: dict[int, optuna.Trial] = {}
         self.repeats: list[tuple[int, int]] = []
 
-    # -- making and opening --------------------------------------------------------------------------------------
+    # -- making and opening ------------------------------------------------------------------------
 
     @staticmethod
     def check(search: Search, base: RunConfig) -> dict[str, Parameter]:
         """The space of a study that shall be made.
 
         Raises:
-            CrossfedError: nothing is searched, a value of the first trial lies outside its range, a grid has a range, or the
-                grace period covers all rounds.
+            CrossfedError: nothing is searched, a value of the first trial lies outside its range, a
+                grid has a range, or the grace period covers all rounds.
         """
         declared = space(base.method, search.changes, base.config)
         if not declared:
@@ -304,7 +372,8 @@ class Study:
             list(grid(parameters, base.config))
         if search.grace is not None and search.grace >= (most := trial_rounds(search, base)):
             raise CrossfedError(
-                f"A grace period of {search.grace} rounds leaves nothing to stop: a trial has {most} at most; use a shorter one, "
+                f"A grace period of {search.grace} rounds leaves nothing to stop: a trial has "
+                f"{most} at most; use a shorter one, "
                 "or the pruner none."
             )
         return declared
@@ -314,15 +383,18 @@ class Study:
         """A new study in `<out>/<name>`.
 
         Args:
-            data, fingerprint: name of the data set, and what changes when a value in it does; for the record.
+            data, fingerprint: name of the data set, and what changes when a value in it does; for
+                the record.
 
         Raises:
-            CrossfedError: there is one of that name, its folder or storage cannot be made, or as `check`.
+            CrossfedError: there is one of that name, its folder or storage cannot be made, or as
+                `check`.
         """
         folder = base.out.absolute() / search.name
         if (folder / STUDY).exists():
             raise CrossfedError(
-                f"There is a study {search.name} in {base.out} already; crossfed tune resume {base.out / search.name} goes on "
+                f"There is a study {search.name} in {base.out} already; crossfed tune resume "
+                f"{base.out / search.name} goes on "
                 "with it, and --study gives a new one another name."
             )
         declared = cls.check(search, base)
@@ -332,17 +404,21 @@ class Study:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CrossfedError(
-                f"The study's folder {folder} cannot be made: {error.strerror}; choose another --out or --study."
+                f"The study's folder {folder} cannot be made: {error.strerror}; choose another "
+                f"--out or --study."
             ) from error
         storage = search.storage or sqlite_uri(folder / DATABASE)
         directions: list[Literal["minimize", "maximize"]] = [
             "minimize" if name in COSTS else "maximize" for name in search.objectives
         ]
         try:
-            made = optuna.create_study(storage=storage, study_name=search.name, directions=directions)
+            made = optuna.create_study(
+                storage=storage, study_name=search.name, directions=directions
+            )
         except optuna.exceptions.DuplicatedStudyError:
             raise CrossfedError(
-                f"The storage {redact(storage)} holds a study {search.name} already; choose another --study."
+                f"The storage {redact(storage)} holds a study {search.name} already; choose "
+                f"another --study."
             ) from None
         except Exception as error:  # SQLAlchemy's, which differ by back end
             raise _unusable(storage, error) from error
@@ -360,7 +436,11 @@ class Study:
         }
         for key, value in told.items():
             made.set_user_attr(key, value)
-        fixed = {name: study.first[name] for name in study.parameters if study.parameters[name].active(base.config)}
+        fixed = {
+            name: study.first[name]
+            for name in study.parameters
+            if study.parameters[name].active(base.config)
+        }
         made.enqueue_trial(fixed, user_attrs={"paper": True})
         study.save()
         return study
@@ -383,28 +463,43 @@ class Study:
             config = base.method_config().model_dump(mode="json")
         except FileNotFoundError:
             raise CrossfedError(
-                f"There is no study in {folder}; crossfed tune METHOD --study {folder.name} starts one."
+                f"There is no study in {folder}; crossfed tune METHOD --study {folder.name} "
+                f"starts one."
             ) from None
         except ValidationError as error:
             raise first_error(error, str(path), model) from None
         except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError) as error:
-            told = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
-            raise CrossfedError(f"{path} cannot be read ({told}); restore it or start another study.") from error
+            told = (
+                f"it has no {error}"
+                if isinstance(error, KeyError)
+                else " ".join(str(error).split())
+            )
+            raise CrossfedError(
+                f"{path} cannot be read ({told}); restore it or start another study."
+            ) from error
         base = base.model_copy(update={"out": folder.absolute().parent, "config": config})
         if search.storage is None and not (folder / DATABASE).is_file():
             raise CrossfedError(
-                f"{folder / DATABASE}, which holds the study's trials, is missing; restore it or start another study."
+                f"{folder / DATABASE}, which holds the study's trials, is missing; restore it "
+                f"or start another study."
             )
         storage = search.storage or sqlite_uri(folder / DATABASE)
         try:
             kept = optuna.load_study(storage=storage, study_name=search.name)
             kept.get_trials(deepcopy=False)
         except KeyError:
-            raise CrossfedError(f"The storage {redact(storage)} holds no study {search.name}.") from None
+            raise CrossfedError(
+                f"The storage {redact(storage)} holds no study {search.name}."
+            ) from None
         except Exception as error:  # SQLAlchemy's, which differ by back end
             raise _unusable(storage, error) from error
-        # kept since a method's own declaration may change meanwhile; a study from before it was kept has that one
-        declared = read(base.method, entries, config) if entries else space(base.method, search.changes, config)
+        # kept since a method's own declaration may change meanwhile; a study from before it was
+        # kept has that one
+        declared = (
+            read(base.method, entries, config)
+            if entries
+            else space(base.method, search.changes, config)
+        )
         return cls(folder.absolute(), search, base, declared, kept)
 
     def discard(self) -> None:
@@ -435,7 +530,9 @@ class Study:
             raise CrossfedError(f"{target} cannot be written: {error.strerror}.") from error
 
     def extend(self, more: int) -> None:
-        """Let the study have so many trials more. One that its time budget ended has the budget anew for them."""
+        """Let the study have so many trials more. One that its time budget ended has the budget
+        anew for them.
+        """
         over = self.seconds_left() <= 0
         asked = self.begun() if over else max(self.search.trials, self.begun())
         if over:
@@ -446,10 +543,14 @@ class Study:
     def spend(self, seconds: float) -> None:
         """Count time against the budget."""
         if self.search.time_budget is not None:
-            self.optuna.set_user_attr("seconds", self.optuna.user_attrs.get("seconds", 0.0) + seconds)
+            self.optuna.set_user_attr(
+                "seconds", self.optuna.user_attrs.get("seconds", 0.0) + seconds
+            )
 
     def seconds_left(self) -> float:
-        """What is left of the time budget over all processes that ran the study; infinite without one."""
+        """What is left of the time budget over all processes that ran the study; infinite without
+        one.
+        """
         if self.search.time_budget is None:
             return math.inf
         return self.search.time_budget - float(self.optuna.user_attrs.get("seconds", 0.0))
@@ -460,15 +561,19 @@ class Study:
         try:
             file = (self.folder / ".lock").open("w")
         except OSError as error:
-            raise CrossfedError(f"The study's folder {self.folder} cannot be written: {error.strerror}.") from error
+            raise CrossfedError(
+                f"The study's folder {self.folder} cannot be written: {error.strerror}."
+            ) from error
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise CrossfedError(f"The study {self.search.name} is being run by another process.") from None
+                raise CrossfedError(
+                    f"The study {self.search.name} is being run by another process."
+                ) from None
             yield
 
-    # -- asking and telling --------------------------------------------------------------------------------------
+    # -- asking and telling ------------------------------------------------------------------------
 
     def trials(self, *states: TrialState) -> list[FrozenTrial]:
         """The trials, in order; those in `states`, where given."""
@@ -479,19 +584,27 @@ class Study:
         return sum(trial.state != TrialState.WAITING for trial in self.trials())
 
     def begun(self) -> int:
-        """How many trials were begun so far, whatever came of them; one that repeats another is none."""
-        return sum(trial.state != TrialState.WAITING and REPEATS not in trial.user_attrs for trial in self.trials())
+        """How many trials were begun so far, whatever came of them; one that repeats another is
+        none.
+        """
+        return sum(
+            trial.state != TrialState.WAITING and REPEATS not in trial.user_attrs
+            for trial in self.trials()
+        )
 
     def left(self) -> int:
         """How many trials are still to be run, interrupted ones included."""
         return max(0, self.search.trials - self.begun()) + len(self.trials(TrialState.RUNNING))
 
     def over(self) -> bool:
-        """Whether the study came to its end: no trial was left running, and its summary is there."""
+        """Whether the study came to its end: no trial was left running, and its summary is there.
+        """
         return not self.trials(TrialState.RUNNING) and (self.folder / SUMMARY).is_file()
 
     def next(self) -> Task | None:
-        """The next trial: first those that an earlier process left, then new ones; None when all were handed out."""
+        """The next trial: first those that an earlier process left, then new ones; None when all
+        were handed out.
+        """
         for frozen in self.trials(TrialState.RUNNING):
             if frozen.number not in self.active:
                 self.optuna.sampler = make_sampler(self.search, frozen.number)
@@ -501,9 +614,18 @@ class Study:
                 return None
             self.optuna.sampler = make_sampler(self.search, self.asked())
             if attempt >= ATTEMPTS // 2:  # a model that keeps to one point
-                self.optuna.sampler = optuna.samplers.RandomSampler(seed=self.search.seed * 1_000_003 + self.asked())
-            if self.search.sampler == "grid" and self.begun() and not self.trials(TrialState.WAITING):
-                point = next((p for p in grid(self.parameters, self.base.config) if p not in self._known()), None)
+                self.optuna.sampler = optuna.samplers.RandomSampler(
+                    seed=self.search.seed * 1_000_003 + self.asked()
+                )
+            if (
+                self.search.sampler == "grid"
+                and self.begun()
+                and not self.trials(TrialState.WAITING)
+            ):
+                point = next(
+                    (p for p in grid(self.parameters, self.base.config) if p not in self._known()),
+                    None,
+                )
                 if point is None:
                     return None
                 self.optuna.enqueue_trial(point)
@@ -517,21 +639,34 @@ class Study:
     def _known(self) -> list[dict[str, Any]]:
         """The settings of all trials that were asked for."""
         return [
-            values for trial in self.trials() if (values := trial.user_attrs.get("values", trial.params)) is not None
+            values
+            for trial in self.trials()
+            if (values := trial.user_attrs.get("values", trial.params)) is not None
         ]
 
     def _deterministic(self) -> bool:
-        """Whether a setting comes to the same values each time: the seed is fixed, and noise that is drawn has one too."""
+        """Whether a setting comes to the same values each time: the seed is fixed, and noise that
+        is drawn has one too.
+        """
         releases = self.base.resolved.releases(self.base.method_config())
         return not releases or self.base.privacy.noise_seed is not None
 
     def _exhausted(self) -> bool:
         """Whether every point of a space of choices was tried."""
-        choices = [parameter.values for parameter in self.parameters.values() if isinstance(parameter, Choice)]
-        if self.search.sampler == "grid" or not self._deterministic() or self.trials(TrialState.WAITING):
+        choices = [
+            parameter.values
+            for parameter in self.parameters.values()
+            if isinstance(parameter, Choice)
+        ]
+        if (
+            self.search.sampler == "grid"
+            or not self._deterministic()
+            or self.trials(TrialState.WAITING)
+        ):
             return False
         if len(choices) < len(self.parameters) or math.prod(map(len, choices)) > self.begun():
-            return False  # a space of more points than trials; with `when` it has fewer, which the attempts bound
+            # a space of more points than trials; with `when` it has fewer, which the attempts bound
+            return False
         known = self._known()
         return all(point in known for point in grid(self.parameters, self.base.config))
 
@@ -558,7 +693,10 @@ class Study:
         if same.state == TrialState.COMPLETE:
             self.optuna.tell(number, same.values)
         else:  # a trial that still runs has no value yet
-            self.optuna.tell(number, state=TrialState.PRUNED if same.state == TrialState.PRUNED else TrialState.FAIL)
+            self.optuna.tell(
+                number,
+                state=TrialState.PRUNED if same.state == TrialState.PRUNED else TrialState.FAIL,
+            )
 
     def _task(self, trial: optuna.Trial, again: bool) -> Task:
         with warnings.catch_warnings():
@@ -576,15 +714,17 @@ class Study:
         return self.folder / f"trial-{number:04d}"
 
     def report(self, number: int, step: int, value: float | None) -> bool:
-        """Note a round's running best; True when the rule stops the trial here. The first trial is never stopped: it is what
-        the others are held against."""
+        """Note a round's running best; True when the rule stops the trial here. The first trial is
+        never stopped: it is what the others are held against."""
         trial = self.active[number]
         if value is None or len(self.search.objectives) > 1:
             return False
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a trial that went back to its last commit reports some rounds again
+            # a trial that went back to its last commit reports some rounds again
+            warnings.simplefilter("ignore")
             trial.report(value, step)
-        prune = bool(trial.should_prune())  # asked for the first trial too: its rungs count for the others
+        # asked for the first trial too: its rungs count for the others
+        prune = bool(trial.should_prune())
         return prune and not trial.user_attrs.get("paper", False)
 
     def finish(self, number: int, facts: Mapping[str, Any]) -> list[float]:
@@ -617,7 +757,9 @@ class Study:
             self.optuna.sampler = make_sampler(self.search, number)
             self.active[number] = optuna.Trial(self.optuna, self.trials()[number]._trial_id)
         self._close(number, "killed", {"reason": reason})
-        self.optuna.tell(number, state=TrialState.PRUNED if self._reported(number) else TrialState.FAIL)
+        self.optuna.tell(
+            number, state=TrialState.PRUNED if self._reported(number) else TrialState.FAIL
+        )
 
     def fail(self, number: int, reason: str) -> None:
         """A trial failed for good."""
@@ -632,11 +774,13 @@ class Study:
             self.active[number].set_user_attr(key, value)
         del self.active[number]  # once it is written: where it cannot be, the trial is still open
 
-    # -- reading -------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def best(self) -> FrozenTrial | None:
         """The winner: the finished trial with the best first objective; the earliest of equals."""
-        done = [t for t in self.trials(TrialState.COMPLETE) if t.user_attrs.get("status") == "finished"]
+        done = [
+            t for t in self.trials(TrialState.COMPLETE) if t.user_attrs.get("status") == "finished"
+        ]
         return max(done, key=lambda trial: (trial.values[0], -trial.number), default=None)
 
     def config(self, values: Mapping[str, Any], **changes: Any) -> RunConfig:
@@ -674,4 +818,6 @@ def find_study(name: str, out: Path) -> Path:
         if (path / STUDY).is_file():
             return path.absolute()
     known = sorted(path.parent.name for path in out.glob(f"*/{STUDY}")) if out.is_dir() else []
-    raise CrossfedError(f"There is no study {name!r} in {out}; known: {', '.join(known) or 'none'}.")
+    raise CrossfedError(
+        f"There is no study {name!r} in {out}; known: {', '.join(known) or 'none'}."
+    )

@@ -1,7 +1,7 @@
 """One trial: a whole federated run inside a Tune trial, reporting every round.
 
-`run_federation` runs in a thread of the trial's process and waits after every round for the scheduler's word. The process and
-its nodes' processes are used again for the next trial.
+`run_federation` runs in a thread of the trial's process and waits after every round for the
+scheduler's word. The process and its nodes' processes are used again for the next trial.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ class FederationTrial(tune.Trainable):  # type: ignore[misc]
     """A Tune trial whose steps are the rounds of one federation.
 
     Its configuration:
-        number: the trial's. run: RunConfig, whose `out` holds the trial's directory. name: that directory's name.
-        cap: rounds after which the trial is over; None runs to the end.
-        cpus, gpus: what it reserves, for the books.
+        number: the trial's. run: RunConfig, whose `out` holds the trial's directory. name: that
+        directory's name. cap: rounds after which the trial is over; None runs to the end. cpus,
+        gpus: what it reserves, for the books.
     """
 
-    def setup(self, config: dict[str, Any], artifacts: Artifacts | None = None, finish: Finish | None = None) -> None:
+    def setup(
+        self,
+        config: dict[str, Any],
+        artifacts: Artifacts | None = None,
+        finish: Finish | None = None,
+    ) -> None:
         self._artifacts, self._finish = artifacts, finish
         self._config = config
         self._thread: threading.Thread | None = None
@@ -53,7 +58,8 @@ class FederationTrial(tune.Trainable):  # type: ignore[misc]
     def step(self) -> dict[str, Any]:
         """The next round, or the end."""
         if self._thread is None:
-            # not before: after a lost machine Tune may set up a process for a trial that another one has finished meanwhile
+            # not before: after a lost machine Tune may set up a process for a trial that another
+            # one has finished meanwhile
             self._thread = self._begin()
         if self._asked:
             self._go.release()
@@ -75,14 +81,15 @@ class FederationTrial(tune.Trainable):  # type: ignore[misc]
         self._config = new_config
         return True
 
-    # No checkpoint of Tune's: a run commits its own, and a trial that starts again finds them in its directory.
+    # No checkpoint of Tune's: a run commits its own, and a trial that starts again finds them in
+    # its directory.
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         return None
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         return None
 
-    # -- in the thread -------------------------------------------------------------------------------------------
+    # -- in the thread -----------------------------------------------------------------------------
 
     def _work(self, config: dict[str, Any]) -> None:
         try:
@@ -91,7 +98,8 @@ class FederationTrial(tune.Trainable):  # type: ignore[misc]
             return
         except CrossfedError as error:
             self._rows.put({"done": True, "step": 0, "failed": str(error)})
-        except Exception as error:  # raised again in `step`, where Tune counts it against the retries
+        # raised again in `step`, where Tune counts it against the retries
+        except Exception as error:
             self._rows.put(error)
 
     def _run(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -112,12 +120,21 @@ class FederationTrial(tune.Trainable):  # type: ignore[misc]
             self._go.acquire()
             if self._halt.is_set():
                 pruned = (run_dir / STOPPED).is_file()
-                reason = (run_dir / STOPPED).read_text(encoding="utf-8") if pruned else "the search was interrupted"
+                reason = (
+                    (run_dir / STOPPED).read_text(encoding="utf-8")
+                    if pruned
+                    else "the search was interrupted"
+                )
                 raise Stopped(reason, "KILLED", "pruned" if pruned else "killed")
 
         try:
             done = run_recorded(
-                run, resume=resume, on_round=told, finish=self._finish, artifacts=self._artifacts, name=config["name"]
+                run,
+                resume=resume,
+                on_round=told,
+                finish=self._finish,
+                artifacts=self._artifacts,
+                name=config["name"],
             )
         except Stopped as stopped:
             if stopped.outcome != "finished":
@@ -131,14 +148,23 @@ class Book:
     """What a trial has come to so far, as plain values.
 
     Args:
-        run: the trial's run. number: the trial's. cpus, gpus: what it reserves; multiplied by its wall-clock time.
+        run: the trial's run. number: the trial's. cpus, gpus: what it reserves; multiplied by its
+            wall-clock time.
     """
 
-    def __init__(self, run: RunConfig, number: int, cpus: float, gpus: float, clock: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        run: RunConfig,
+        number: int,
+        cpus: float,
+        gpus: float,
+        clock: Callable[[], float] = time.time,
+    ):
         self.run, self.number, self.cpus, self.gpus, self.clock = run, number, cpus, gpus, clock
         self.began, self.before = clock(), 0.0
         self.rounds = 0
-        self.bytes_up: dict[int, int] = {}  # by round: one that is run again after a roll-back counts once
+        # by round: one that is run again after a roll-back counts once
+        self.bytes_up: dict[int, int] = {}
         self.domains: dict[str, float] = {}
         self.epsilon: float | None = None
         self.run_id: str | None = None
@@ -158,14 +184,18 @@ class Book:
         self.rounds = row.step
         self.bytes_up[row.step] = row.bytes_up
         self.domains = row.domains or self.domains
-        self.epsilon = row.metrics.get(f"privacy/max/epsilon_{self.run.privacy.counting}", self.epsilon)
+        self.epsilon = row.metrics.get(
+            f"privacy/max/epsilon_{self.run.privacy.counting}", self.epsilon
+        )
 
     def end(self, result: Mapping[str, Any]) -> None:
         """The run is over: what counts is the selected state."""
         metric = self.run.evaluation.select
         self.domains = {name: row["validation"][metric] for name, row in result["domains"].items()}
         self.restarts = result["restarts"]
-        self.test = {name: row["test"][metric] for name, row in result["domains"].items() if "test" in row}
+        self.test = {
+            name: row["test"][metric] for name, row in result["domains"].items() if "test" in row
+        }
 
     def json(self) -> str:
         """The facts of a trial, for its books."""
@@ -178,5 +208,11 @@ class Book:
             "cpu_seconds": self.cpus * seconds,
             "gpu_seconds": self.gpus * seconds,
         }
-        optional = {"epsilon": self.epsilon, "test": self.test or None, "restarts": self.restarts or None}
-        return json.dumps(told | {key: value for key, value in optional.items() if value is not None})
+        optional = {
+            "epsilon": self.epsilon,
+            "test": self.test or None,
+            "restarts": self.restarts or None,
+        }
+        return json.dumps(
+            told | {key: value for key, value in optional.items() if value is not None}
+        )

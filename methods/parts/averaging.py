@@ -1,11 +1,13 @@
-"""FedAvg and FedProx as parts: which parameters of a network cross, their average, the proximal term, and the steps.
+"""FedAvg and FedProx as parts: which parameters of a network cross, their average, the proximal
+term, and the steps.
 
-A method declares a `Sharing`: parameter names and what they are. Whatever is not named stays with its domain: `upload`
-takes the named ones only, and since `fields` are the method's declarations, the platform refuses any other tensor before it
-leaves the domain.
+A method declares a `Sharing`: parameter names and what they are. Whatever is not named stays with
+its domain: `upload` takes the named ones only, and since `fields` are the method's declarations,
+the platform refuses any other tensor before it leaves the domain.
 
-Sources: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017
-(FedAvg); Li et al., "Federated Optimization in Heterogeneous Networks", MLSys 2020, arXiv 1812.06127 (FedProx).
+Sources: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
+Data", AISTATS 2017 (FedAvg); Li et al., "Federated Optimization in Heterogeneous Networks", MLSys
+2020, arXiv 1812.06127 (FedProx).
 """
 
 from __future__ import annotations
@@ -20,7 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.method import SERVER, Array, Context, Direction, Field, Interactions, Out, Payload, Phase, Step
+from crossfed.platform.method import (
+    SERVER,
+    Array,
+    Context,
+    Direction,
+    Field,
+    Interactions,
+    Out,
+    Payload,
+    Phase,
+    Step,
+)
 
 COUNT = "n"
 """The key under which a domain sends its number of training instances, int64 [1]."""
@@ -51,8 +64,13 @@ class Sharing:
     def fields(self) -> tuple[Field, ...]:
         """Every shared parameter up and down, and the count of training instances up."""
         ways = (Direction.UP, Direction.DOWN)
-        shared = [Field(name, way, None, meaning) for way in ways for name, meaning in self.names.items()]
-        return (*shared, Field(COUNT, Direction.UP, (1,), "number of training instances", dtype="int64"))
+        shared = [
+            Field(name, way, None, meaning) for way in ways for name, meaning in self.names.items()
+        ]
+        return (
+            *shared,
+            Field(COUNT, Direction.UP, (1,), "number of training instances", dtype="int64"),
+        )
 
     def parameters(self, net: nn.Module) -> dict[str, nn.Parameter]:
         """The shared parameters by name, in the network's order.
@@ -62,13 +80,20 @@ class Sharing:
         """
         every = dict(net.named_parameters())
         chosen = {name for name in every for declared in self.names if _fits(declared, name)}
-        if unused := [declared for declared in self.names if not any(_fits(declared, name) for name in every)]:
-            raise ValueError(f"declared as shared, but no parameter has the name: {', '.join(unused)}")
+        if unused := [
+            declared for declared in self.names if not any(_fits(declared, name) for name in every)
+        ]:
+            raise ValueError(
+                f"declared as shared, but no parameter has the name: {', '.join(unused)}"
+            )
         return {name: parameter for name, parameter in every.items() if name in chosen}
 
     def upload(self, net: nn.Module) -> dict[str, Array]:
         """The shared parameters as float32 arrays of their own."""
-        return {name: p.detach().to("cpu", torch.float32).numpy().copy() for name, p in self.parameters(net).items()}
+        return {
+            name: p.detach().to("cpu", torch.float32).numpy().copy()
+            for name, p in self.parameters(net).items()
+        }
 
     @torch.no_grad()
     def load(self, net: nn.Module, payload: Payload, sender: str = SERVER) -> None:
@@ -91,7 +116,8 @@ def check_same(sender: str, payload: Payload, shapes: Mapping[str, tuple[int, ..
     """Refuse a payload of parameters that are not exactly the expected ones.
 
     Raises:
-        CrossfedError: a tensor is missing, unknown, or has another shape; names the sender and the tensor.
+        CrossfedError: a tensor is missing, unknown, or has another shape; names the sender and the
+            tensor.
     """
     if unknown := sorted(set(payload) - set(shapes)):
         raise CrossfedError(f"{sender} sent {unknown[0]!r}, which is not a shared parameter")
@@ -99,10 +125,14 @@ def check_same(sender: str, payload: Payload, shapes: Mapping[str, tuple[int, ..
         if name not in payload:
             raise CrossfedError(f"{sender} sent no {name!r}, which all share")
         if payload[name].shape != shape:
-            raise CrossfedError(f"{sender} sent {name!r} with shape {payload[name].shape}, but here it is {shape}")
+            raise CrossfedError(
+                f"{sender} sent {name!r} with shape {payload[name].shape}, but here it is {shape}"
+            )
 
 
-def volume_weights(counts: npt.ArrayLike, affinity: npt.ArrayLike | None = None) -> npt.NDArray[np.float64]:
+def volume_weights(
+    counts: npt.ArrayLike, affinity: npt.ArrayLike | None = None
+) -> npt.NDArray[np.float64]:
     """n_j a_j / Σ_k n_k a_k for every domain j; with a = 1, FedAvg's weights by data volume.
 
     Args:
@@ -114,9 +144,13 @@ def volume_weights(counts: npt.ArrayLike, affinity: npt.ArrayLike | None = None)
     Raises:
         CrossfedError: they are all zero.
     """
-    mass = np.asarray(counts, np.float64) * (1.0 if affinity is None else np.asarray(affinity, np.float64))
+    mass = np.asarray(counts, np.float64) * (
+        1.0 if affinity is None else np.asarray(affinity, np.float64)
+    )
     if not mass.sum() > 0:
-        raise CrossfedError("no domain has a training instance, so that there is nothing to average")
+        raise CrossfedError(
+            "no domain has a training instance, so that there is nothing to average"
+        )
     return np.asarray(mass / mass.sum(), np.float64)
 
 
@@ -140,7 +174,8 @@ def proximal(parameters: Iterable[Tensor], reference: Iterable[Tensor], mu: floa
     """(μ/2)‖w - w_global‖², FedProx's proximal term.
 
     Args:
-        parameters: w, the shared parameters. reference: w_global, what the server sent, in the same order and constant.
+        parameters: w, the shared parameters. reference: w_global, what the server sent, in the same
+            order and constant.
 
     Returns:
         A scalar.
@@ -172,12 +207,16 @@ def announce(state: Server, inbox: Mapping[str, Payload], ctx: Context) -> Out:
 def average(state: Server, inbox: Mapping[str, Payload], ctx: Context) -> Out:
     """FedAvg: every domain gets the average of all, by data volume."""
     shapes = {name: value.shape for name, value in state.shared.items()}
-    payloads = [{key: value for key, value in inbox[name].items() if key != COUNT} for name in ctx.peers]
+    payloads = [
+        {key: value for key, value in inbox[name].items() if key != COUNT} for name in ctx.peers
+    ]
     for name, payload in zip(ctx.peers, payloads, strict=True):
         check_same(name, payload, shapes)
     weights = volume_weights([int(inbox[name][COUNT][0]) for name in ctx.peers])
     state.shared = weighted_average(payloads, weights)
-    told = {f"weight_{name}": float(weight) for name, weight in zip(ctx.peers, weights, strict=True)}
+    told = {
+        f"weight_{name}": float(weight) for name, weight in zip(ctx.peers, weights, strict=True)
+    }
     return Out(dict.fromkeys(ctx.peers, state.shared), told)
 
 
@@ -194,7 +233,8 @@ def adopt_step(sharing: Sharing) -> Step:
 
 
 def upload_step(sharing: Sharing, train: Step, count: Callable[[Interactions], int]) -> Step:
-    """A domain's step that trains and then sends its shared parameters and its number of training instances.
+    """A domain's step that trains and then sends its shared parameters and its number of training
+    instances.
 
     Args:
         train: the local step; sends nothing itself. count: training instances of the domain's data.
@@ -214,8 +254,12 @@ def opening(sharing: Sharing) -> tuple[Phase, ...]:
     return (Phase(announce, at="server"), Phase(adopt_step(sharing)))
 
 
-def rounds(sharing: Sharing, train: Step, count: Callable[[Interactions], int]) -> tuple[Phase, ...]:
-    """A round of FedAvg around any local training step; ends with the average in place, so that is what is evaluated."""
+def rounds(
+    sharing: Sharing, train: Step, count: Callable[[Interactions], int]
+) -> tuple[Phase, ...]:
+    """A round of FedAvg around any local training step; ends with the average in place, so that is
+    what is evaluated.
+    """
     return (
         Phase(upload_step(sharing, train, count)),
         Phase(average, at="server"),

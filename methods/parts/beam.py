@@ -1,10 +1,13 @@
-"""Decoding semantic IDs: beam search within a trie, every item's score, and items that share a semantic ID.
+"""Decoding semantic IDs: beam search within a trie, every item's score, and items that share a
+semantic ID.
 
-A model enters as one function: `next_codes(prefixes)` maps the codes so far, int64 [b, k, l] for b users and k beams (l from 0 to
-L - 1), to log-probabilities of the next code, [b, k, C]. The users' histories stay inside that function, so nothing of a user is
-ever copied once per beam. Probabilities are over all C codes: a trie forbids codes, it does not share their probability out.
+A model enters as one function: `next_codes(prefixes)` maps the codes so far, int64 [b, k, l] for b
+users and k beams (l from 0 to L - 1), to log-probabilities of the next code, [b, k, C]. The users'
+histories stay inside that function, so nothing of a user is ever copied once per beam.
+Probabilities are over all C codes: a trie forbids codes, it does not share their probability out.
 
-An item's score is Σ_l log p(c_l | history, c_1 … c_{l-1}) along its codes, the logarithm of FedCGR's Eq. (3).
+An item's score is Σ_l log p(c_l | history, c_1 … c_{l-1}) along its codes, the logarithm of
+FedCGR's Eq. (3).
 """
 
 from __future__ import annotations
@@ -19,18 +22,21 @@ NextCodes = Callable[[torch.Tensor], torch.Tensor]
 """prefixes int64 [b, k, l] -> log-probabilities [b, k, C]."""
 
 
-def beam_search(next_codes: NextCodes, trie: Trie, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def beam_search(
+    next_codes: NextCodes, trie: Trie, batch: int, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The best leaves of the trie for every user, as a beam of `width` finds them.
 
-    One table look-up and one top-k per level, for all users and beams together. A beam as wide as the trie's widest level
-    finds exactly the best leaves.
+    One table look-up and one top-k per level, for all users and beams together. A beam as wide as
+    the trie's widest level finds exactly the best leaves.
 
     Args:
         batch: b, the users that `next_codes` knows. width: beams kept per user.
 
     Returns:
-        leaves int64 [b, w] and their scores [b, w], best first, w = min(width, leaves). Where a user has fewer than w, the rest
-        is leaf `trie.sizes[-1]`, which does not exist, with score -inf.
+        leaves int64 [b, w] and their scores [b, w], best first, w = min(width, leaves). Where a
+        user has fewer than w, the rest is leaf `trie.sizes[-1]`, which does not exist, with score
+        -inf.
     """
     device = trie.leaf.device
     prefixes = torch.zeros(batch, 1, 0, dtype=torch.int64, device=device)
@@ -39,7 +45,9 @@ def beam_search(next_codes: NextCodes, trie: Trie, batch: int, width: int) -> tu
     for level in range(trie.levels):
         children = trie.child[level][nodes]  # [b, k, C]
         nowhere = children == trie.sizes[level + 1]
-        reached = (scores.unsqueeze(2) + next_codes(prefixes)).masked_fill(nowhere, -torch.inf).flatten(1)
+        reached = (
+            (scores.unsqueeze(2) + next_codes(prefixes)).masked_fill(nowhere, -torch.inf).flatten(1)
+        )
         scores, chosen = reached.topk(min(width, trie.sizes[level + 1], reached.shape[1]), dim=1)
         beam, code = chosen // trie.codes, chosen % trie.codes
         nodes = children.flatten(1).gather(1, chosen).long()
@@ -75,9 +83,10 @@ def all_leaves(next_codes: NextCodes, trie: Trie, batch: int, block: int = 2**22
 def item_scores(trie: Trie, leaf_scores: torch.Tensor) -> torch.Tensor:
     """Every item's score from its leaf's, the items of one leaf in their order (`Trie.place`).
 
-    The p-th item of a leaf gets the leaf's score less p of the smallest steps that float64 knows. Half a billion such steps lie
-    between two neighbouring float32 values, so items that share a semantic ID are told apart, the most popular first, and the
-    order of different float32 scores is never touched.
+    The p-th item of a leaf gets the leaf's score less p of the smallest steps that float64 knows.
+    Half a billion such steps lie between two neighbouring float32 values, so items that share a
+    semantic ID are told apart, the most popular first, and the order of different float32 scores is
+    never touched.
 
     Args:
         leaf_scores: log-probabilities [b, n_leaves], none above 0.
@@ -86,7 +95,8 @@ def item_scores(trie: Trie, leaf_scores: torch.Tensor) -> torch.Tensor:
         float64 [b, n_items]; -inf stays -inf.
     """
     scores = leaf_scores.double()[:, trie.leaf]
-    scores = torch.where(scores == 0, -0.0, scores)  # the bits of +0 would be counted in the other direction
+    # the bits of +0 would be counted in the other direction
+    scores = torch.where(scores == 0, -0.0, scores)
     lowered = (scores.view(torch.int64) + trie.place).view(torch.float64)
     return torch.where(scores.isinf(), scores, lowered)
 

@@ -1,4 +1,5 @@
-"""Generating the next item's semantic ID: the encoder-decoder, how it learns and how it recommends, for TIGER and FedCGR.
+"""Generating the next item's semantic ID: the encoder-decoder, how it learns and how it recommends,
+for TIGER and FedCGR.
 
 Notation
     ==========  =========================================  ======================
@@ -12,12 +13,14 @@ Notation
     q_l         what the decoder asks at level l           [dim]
     ==========  =========================================  ======================
 
-Equation numbers are those of FedCGR, arXiv 2608.10929, which describes generator and baselines alike.
+Equation numbers are those of FedCGR, arXiv 2608.10929, which describes generator and baselines
+alike.
 
-A history is [b, T], padded at its end; in front of it the encoder reads one learned vector, the lead, so that a user without
-history has a memory too. The decoder has one query per level, which holds all codes before it. A query is alone, so there is
-nothing for it to attend to but the memory: a decoder layer has no self-attention. Together with a net of four times the
-width and f_ctx as a sum this is 5.15 M shared parameters, the 20.6 MB that the paper counts.
+A history is [b, T], padded at its end; in front of it the encoder reads one learned vector, the
+lead, so that a user without history has a memory too. The decoder has one query per level, which
+holds all codes before it. A query is alone, so there is nothing for it to attend to but the memory:
+a decoder layer has no self-attention. Together with a net of four times the width and f_ctx as a
+sum this is 5.15 M shared parameters, the 20.6 MB that the paper counts.
 """
 
 from __future__ import annotations
@@ -37,7 +40,14 @@ from torch import Tensor, nn
 from crossfed.methods.parts.beam import all_leaves, beam_search, item_scores
 from crossfed.methods.parts.losses import finite
 from crossfed.methods.parts.sequences import batches, histories, padded, windows
-from crossfed.methods.parts.transformer import Attention, Dropout, FeedForward, Residual, attend, initialise
+from crossfed.methods.parts.transformer import (
+    Attention,
+    Dropout,
+    FeedForward,
+    Residual,
+    attend,
+    initialise,
+)
 from crossfed.methods.parts.trie import Trie
 from crossfed.platform.method import RANKING, Context, Interactions, MethodConfig
 
@@ -54,21 +64,28 @@ class GeneratorConfig(MethodConfig):
     heads: int = Field(4, ge=1, description="attention heads; must divide dim")
     encoder_layers: int = Field(3, ge=1, description="encoder layers")
     decoder_layers: int = Field(3, ge=1, description="decoder layers")
-    inner: int = Field(512, ge=1, description="width of the encoder's feed-forward nets, or of each expert")
+    inner: int = Field(
+        512, ge=1, description="width of the encoder's feed-forward nets, or of each expert"
+    )
     decoder_inner: int = Field(1024, ge=1, description="width of the decoder's feed-forward nets ◇")
     dropout: float = Field(0.15, ge=0, lt=1, description="rate in the generator")
     length: int = Field(50, ge=1, description="items of the history that are looked at")
-    embedding_std: float = Field(0.02, gt=0, description="standard deviation of all initial embeddings ◇")
+    embedding_std: float = Field(
+        0.02, gt=0, description="standard deviation of all initial embeddings ◇"
+    )
     smoothing: float = Field(0.1, ge=0, lt=1, description="label smoothing of the codes")
     lr: float = Field(
-        3e-4, gt=0, description="Adam's highest learning rate; rises over the warm-up, falls along a cosine"
+        3e-4,
+        gt=0,
+        description="Adam's highest learning rate; rises over the warm-up, falls along a cosine",
     )
     clip: float = Field(1.0, gt=0, description="largest norm of a batch's gradient")
     batch_size: int = Field(1024, ge=1, description="training instances in a batch")
     beam: int | None = Field(
         50,
         ge=1,
-        description="beams per user when recommending, the other items score -inf; null scores all items (sampled negatives)",
+        description="beams per user when recommending, the other items score -inf; null scores "
+        "all items (sampled negatives)",
         json_schema_extra=RANKING,
     )
 
@@ -79,7 +96,7 @@ class GeneratorConfig(MethodConfig):
         return self
 
 
-# -- equations ---------------------------------------------------------------------------------------------------
+# -- equations -------------------------------------------------------------------------------------
 
 
 def item_embedding(tokens: Tensor, codes: Tensor) -> Tensor:
@@ -98,7 +115,8 @@ def item_embedding(tokens: Tensor, codes: Tensor) -> Tensor:
 
 
 def queries(tokens: Tensor, start: Tensor, level_embeddings: Tensor, prefixes: Tensor) -> Tensor:
-    """Eq. (21): q_1 = e_sos, q_l = f_ctx(E_1(c_1), …, E_{l-1}(c_{l-1})), f_ctx the sum; plus the level's embedding.
+    """Eq. (21): q_1 = e_sos, q_l = f_ctx(E_1(c_1), …, E_{l-1}(c_{l-1})), f_ctx the sum; plus the
+    level's embedding.
 
     Args:
         tokens: E. start: e_sos, [1, dim]. level_embeddings: [levels, dim].
@@ -119,9 +137,11 @@ def log_probabilities(states: Tensor, head: nn.Linear) -> Tensor:
 
 
 def sid_loss(log_p: Sequence[Tensor], codes: Tensor, smoothing: float) -> Tensor:
-    """Eq. (23): the mean over levels and instances of -log p(c_l | history, c_1 … c_{l-1}), smoothed.
+    """Eq. (23): the mean over levels and instances of -log p(c_l | history, c_1 … c_{l-1}),
+    smoothed.
 
-    With smoothing s the wanted distribution is 1 - s on the target and s / C on each of the C codes.
+    With smoothing s the wanted distribution is 1 - s on the target and s / C on each of the C
+    codes.
 
     Args:
         log_p: per level, [b, codebook]. codes: the targets' semantic IDs, int64 [b, levels].
@@ -137,13 +157,15 @@ def sid_loss(log_p: Sequence[Tensor], codes: Tensor, smoothing: float) -> Tensor
 
 
 def schedule(round: int, rounds: int, warmup: int) -> float:
-    """The share of the learning rate in round 1 … rounds: up in equal steps over the warm-up, then down along a cosine."""
+    """The share of the learning rate in round 1 … rounds: up in equal steps over the warm-up, then
+    down along a cosine.
+    """
     if round <= warmup:
         return round / warmup
     return 0.5 * (1 + math.cos(math.pi * (round - warmup) / (rounds - warmup + 1)))
 
 
-# -- the network -------------------------------------------------------------------------------------------------
+# -- the network -----------------------------------------------------------------------------------
 
 
 class EncoderLayer(nn.Module):
@@ -159,24 +181,32 @@ class EncoderLayer(nn.Module):
         self.around_attention = Residual(config.dim, config.dropout, "post")
         self.feed, self.around_feed = feed, Residual(config.dim, config.dropout, "post")
 
-    def forward(self, x: Tensor, mask: Tensor, places: Tensor, feed: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: Tensor, places: Tensor, feed: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         """[b, S, dim] -> [b, S, dim].
 
         Args:
-            mask: bool [b, 1, 1, S], where x is real. places: int64 [n], the real positions of the flattened batch.
+            mask: bool [b, 1, 1, S], where x is real. places: int64 [n], the real positions of the
+                flattened batch.
             feed: maps the real positions [n, dim] to as many vectors.
         """
 
         def at_real(z: Tensor) -> Tensor:
             flat = z.flatten(0, 1)
-            return torch.zeros_like(flat).index_copy(0, places, feed(flat.index_select(0, places))).view_as(z)
+            return (
+                torch.zeros_like(flat)
+                .index_copy(0, places, feed(flat.index_select(0, places)))
+                .view_as(z)
+            )
 
         x = self.around_attention(x, lambda z: self.attention(z, mask=mask))
         return self.around_feed(x, at_real)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
-    """Attention to the memory, then a feed-forward net; both residual with the norm after the sum."""
+    """Attention to the memory, then a feed-forward net; both residual with the norm after the sum.
+    """
 
     def __init__(self, config: GeneratorConfig) -> None:
         super().__init__()
@@ -227,8 +257,8 @@ class Generator(nn.Module):
     """The encoder-decoder over semantic IDs.
 
     Args:
-        config: sizes. rng: CPU generator that the initial weights come from: N(0, 0.02²), embeddings with the Config's
-            deviation in its place.
+        config: sizes. rng: CPU generator that the initial weights come from: N(0, 0.02²),
+            embeddings with the Config's deviation in its place.
     """
 
     def __init__(self, config: GeneratorConfig, rng: torch.Generator) -> None:
@@ -240,13 +270,21 @@ class Generator(nn.Module):
         self.lead = nn.Parameter(torch.empty(1, d))
         self.start = nn.Parameter(torch.empty(1, d))
         self.level_embeddings = nn.Parameter(torch.empty(config.levels, d))
-        self.encoder = nn.ModuleList(EncoderLayer(config, self.make_feed()) for _ in range(config.encoder_layers))
+        self.encoder = nn.ModuleList(
+            EncoderLayer(config, self.make_feed()) for _ in range(config.encoder_layers)
+        )
         self.decoder = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
         self.heads = nn.ModuleList(nn.Linear(d, config.codebook) for _ in range(config.levels))
         self.dropout = Dropout(config.dropout)
         initialise(self, 0.02, rng)
         with torch.no_grad():
-            for embedding in (self.tokens, self.positions, self.lead, self.start, self.level_embeddings):
+            for embedding in (
+                self.tokens,
+                self.positions,
+                self.lead,
+                self.start,
+                self.level_embeddings,
+            ):
                 embedding.mul_(config.embedding_std / 0.02)
 
     def make_feed(self) -> nn.Module:
@@ -262,23 +300,32 @@ class Generator(nn.Module):
         """The decoder's layers."""
         return list(self.decoder)  # type: ignore[arg-type]
 
-    def embed(self, codes: Tensor, count: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def embed(
+        self, codes: Tensor, count: Tensor, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Eq. (8) and Eq. (9): X = [lead; h_1; …; h_T], h_t = Σ_l E_l(c_l) + position + residual.
 
-        Positions are counted from the last item, so that the most recent one has the same in every history.
+        Positions are counted from the last item, so that the most recent one has the same in every
+        history.
 
         Args:
-            codes: int64 [b, T, levels], padded at the end. count: int64 [b], the histories' lengths.
+            codes: int64 [b, T, levels], padded at the end. count: int64 [b], the histories'
+                lengths.
             residual: added to the items, [b, T, dim].
 
         Returns:
             X [b, 1 + T, dim], and where it is real, bool [b, 1 + T].
         """
         place = torch.arange(codes.shape[1], device=codes.device)
-        h = item_embedding(self.tokens, codes) + self.positions[(count[:, None] - 1 - place).clamp(min=0)]
+        h = (
+            item_embedding(self.tokens, codes)
+            + self.positions[(count[:, None] - 1 - place).clamp(min=0)]
+        )
         if residual is not None:
             h = h + residual
-        real = torch.cat([torch.ones_like(count[:, None], dtype=torch.bool), place < count[:, None]], dim=1)
+        real = torch.cat(
+            [torch.ones_like(count[:, None], dtype=torch.bool), place < count[:, None]], dim=1
+        )
         return torch.cat([self.lead.expand(len(codes), 1, -1), h], dim=1), real
 
     def encode(self, x: Tensor, real: Tensor) -> Memory:
@@ -290,12 +337,16 @@ class Generator(nn.Module):
         return Memory(self, x, real)
 
     def next_codes(self, memory: Memory, prefixes: Tensor) -> Tensor:
-        """Eq. (22) after some codes: int64 [b, k, l] -> log-probabilities [b, k, codebook] of code l + 1."""
+        """Eq. (22) after some codes: int64 [b, k, l] -> log-probabilities [b, k, codebook] of code
+        l + 1.
+        """
         x = self.decode(memory, queries(self.tokens, self.start, self.level_embeddings, prefixes))
         return log_probabilities(x, self.heads[prefixes.shape[2]])  # type: ignore[arg-type]
 
     def target_codes(self, memory: Memory, codes: Tensor) -> list[Tensor]:
-        """Eq. (22) at every level of known targets, int64 [b, levels] -> per level, log-probabilities [b, codebook]."""
+        """Eq. (22) at every level of known targets, int64 [b, levels] -> per level,
+        log-probabilities [b, codebook].
+        """
         prefixes = [codes[:, None, :level] for level in range(self.config.levels)]
         asked = [queries(self.tokens, self.start, self.level_embeddings, some) for some in prefixes]
         x = self.decode(memory, torch.cat(asked, dim=1))
@@ -308,17 +359,20 @@ class Generator(nn.Module):
         return x
 
 
-# -- learning and recommending -----------------------------------------------------------------------------------
+# -- learning and recommending ---------------------------------------------------------------------
 
 
 class GenerativeLearner:
-    """One domain's generator, its optimizer, its trie, and the histories to recommend from; the state of methods built on it.
+    """One domain's generator, its optimizer, its trie, and the histories to recommend from; the
+    state of methods built on it.
 
     Args:
-        config, ctx: the context of a domain, with the artifact "sids". net: the generator; moved to the domain's device.
+        config, ctx: the context of a domain, with the artifact "sids". net: the generator; moved to
+            the domain's device.
 
     Attributes:
-        sids: int64 [n_items, levels], the items' semantic IDs. trie: of these, the items of a leaf by training popularity.
+        sids: int64 [n_items, levels], the items' semantic IDs. trie: of these, the items of a leaf
+            by training popularity.
         known: the histories that are looked at when ranking.
     """
 
@@ -342,7 +396,9 @@ class GenerativeLearner:
     def losses(self, memory: Memory, target: Tensor) -> dict[str, Tensor]:
         """The loss terms of a batch by name; targets are items, int64 [b]."""
         codes = self.sids[target]
-        return {"loss_sid": sid_loss(self.net.target_codes(memory, codes), codes, self.config.smoothing)}
+        return {
+            "loss_sid": sid_loss(self.net.target_codes(memory, codes), codes, self.config.smoothing)
+        }
 
     def objective(self, terms: Mapping[str, Tensor]) -> Tensor:
         """What is minimised: the sum of the terms."""
@@ -350,21 +406,33 @@ class GenerativeLearner:
 
     # -- learning
 
-    def encode(self, data: Interactions, start: npt.NDArray[np.int64], count: npt.NDArray[np.int64]) -> Memory:
-        """The memory of windows `data.items[start : start + count]`, int64 [b] each; count 0 is an empty history."""
+    def encode(
+        self, data: Interactions, start: npt.NDArray[np.int64], count: npt.NDArray[np.int64]
+    ) -> Memory:
+        """The memory of windows `data.items[start : start + count]`, int64 [b] each; count 0 is an
+        empty history.
+        """
         items = torch.from_numpy(padded(data.items, start, count)).to(self.device)
-        x, real = self.net.embed(self.sids[items], torch.from_numpy(count).to(self.device), self.residual(items))
+        x, real = self.net.embed(
+            self.sids[items], torch.from_numpy(count).to(self.device), self.residual(items)
+        )
         return self.net.encode(x, real)  # type: ignore[no-any-return]
 
     def train(
-        self, ctx: Context, epochs: int = 1, scale: float = 1.0, penalty: Callable[[], Tensor] | None = None
+        self,
+        ctx: Context,
+        epochs: int = 1,
+        scale: float = 1.0,
+        penalty: Callable[[], Tensor] | None = None,
     ) -> Mapping[str, float]:
         """Passes over the domain's training instances; the mean loss terms.
 
-        An instance is an item with up to `length` items before it; the first item of a history is none.
+        An instance is an item with up to `length` items before it; the first item of a history is
+        none.
 
         Args:
-            epochs: passes. scale: of the learning rate. penalty: one more term, e.g. a proximal one.
+            epochs: passes. scale: of the learning rate. penalty: one more term, e.g. a proximal
+                one.
 
         Raises:
             CrossfedError: a term is not finite.
@@ -389,7 +457,9 @@ class GenerativeLearner:
                 nn.utils.clip_grad_norm_(self.net.parameters(), self.config.clip)
                 self.adam.step()
                 for name, value in terms.items():
-                    sums[name] = sums.get(name, torch.zeros((), device=self.device)) + value.detach() * len(rows)
+                    sums[name] = sums.get(
+                        name, torch.zeros((), device=self.device)
+                    ) + value.detach() * len(rows)
                 seen += len(rows)
         return finite({name: float(value) / seen for name, value in sums.items()}, ctx)
 
@@ -406,16 +476,20 @@ class GenerativeLearner:
 
     @torch.no_grad()
     def leaves(self, users: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """The leaves found for some users and their scores, Eq. (3)'s logarithm: int64 and float32, [b, w] each.
+        """The leaves found for some users and their scores, Eq. (3)'s logarithm: int64 and float32,
+        [b, w] each.
 
-        With `beam` these are the best of a beam; found once and kept until something changes. Without it, all leaves in
-        their order. Where a beam found fewer than w leaves, the rest is the leaf that does not exist, with -inf.
+        With `beam` these are the best of a beam; found once and kept until something changes.
+        Without it, all leaves in their order. Where a beam found fewer than w leaves, the rest is
+        the leaf that does not exist, with -inf.
         """
         if self.config.beam is None:  # too many to keep
             return self._search(users)
         if self._found is None:
             width = min(self.config.beam, self.trie.sizes[-1])
-            leaves = torch.full((self.known.n_users, width), self.trie.sizes[-1], device=self.device)
+            leaves = torch.full(
+                (self.known.n_users, width), self.trie.sizes[-1], device=self.device
+            )
             scores = torch.full((self.known.n_users, width), -torch.inf, device=self.device)
             self._found = leaves, scores, np.zeros(self.known.n_users, bool)
         leaves, scores, done = self._found
@@ -454,9 +528,16 @@ class GenerativeLearner:
         return recommend(*self.leaves(users), self.trie)
 
     def export(self) -> dict[str, Tensor]:
-        """For every user the leaves found and their scores [n_users, w]; for every item its leaf and its place there."""
+        """For every user the leaves found and their scores [n_users, w]; for every item its leaf
+        and its place there.
+        """
         leaves, scores = self.leaves(np.arange(self.known.n_users))
-        return {"leaves": leaves.int(), "scores": scores, "leaf": self.trie.leaf, "place": self.trie.place}
+        return {
+            "leaves": leaves.int(),
+            "scores": scores,
+            "leaf": self.trie.leaf,
+            "place": self.trie.place,
+        }
 
     # -- keeping
 
@@ -472,7 +553,8 @@ class GenerativeLearner:
 
 
 def recommend(leaves: Tensor, scores: Tensor, trie: Trie) -> Tensor:
-    """Every item's score from the leaves found: its leaf's, or -inf; items of one leaf are told apart by popularity.
+    """Every item's score from the leaves found: its leaf's, or -inf; items of one leaf are told
+    apart by popularity.
 
     Args:
         leaves, scores: [b, w] each, as from `GenerativeLearner.leaves`.
@@ -480,7 +562,9 @@ def recommend(leaves: Tensor, scores: Tensor, trie: Trie) -> Tensor:
     Returns:
         float64 [b, n_items].
     """
-    dense = scores.new_full((len(scores), trie.sizes[-1] + 1), -torch.inf).scatter_(1, leaves.long(), scores)
+    dense = scores.new_full((len(scores), trie.sizes[-1] + 1), -torch.inf).scatter_(
+        1, leaves.long(), scores
+    )
     return item_scores(trie, dense[:, :-1])
 
 
@@ -491,8 +575,12 @@ def recommend_exported(exported: Mapping[str, Tensor], users: npt.NDArray[np.int
     return recommend(exported["leaves"][rows], exported["scores"][rows], items)
 
 
-def sample_memories(state: GenerativeLearner, data: Interactions, size: int, rng: np.random.Generator) -> Memory | None:
-    """The memory of up to `size` users' histories, drawn without replacement; None where nobody has any. No gradient."""
+def sample_memories(
+    state: GenerativeLearner, data: Interactions, size: int, rng: np.random.Generator
+) -> Memory | None:
+    """The memory of up to `size` users' histories, drawn without replacement; None where nobody has
+    any. No gradient.
+    """
     last = histories(data, state.config.length)
     if not len(last):
         return None

@@ -1,4 +1,5 @@
-"""Graph propagation: normalised adjacencies as sparse CSR matrices, and products that use their symmetry.
+"""Graph propagation: normalised adjacencies as sparse CSR matrices, and products that use their
+symmetry.
 
 Every adjacency here is symmetric, so the gradient of `adj @ x` is `adj @ grad`: no transpose of it
 is ever built, and a whole propagation is its own backward pass. Adjacencies are constants to which
@@ -24,22 +25,27 @@ Index = npt.NDArray[np.int64] | torch.Tensor
 def bipartite_adjacency(
     n_users: int, n_items: int, users: Index, items: Index, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """The normalised user-item graph of LightGCN (arXiv 2002.02126, Eq. 7): D^-1/2 A D^-1/2, without self loops.
+    """The normalised user-item graph of LightGCN (arXiv 2002.02126, Eq. 7): D^-1/2 A D^-1/2,
+    without self loops.
 
-    Users are nodes `0 … n_users-1`, items `n_users … n_users+n_items-1`; a pair that occurs more than once counts once.
+    Users are nodes `0 … n_users-1`, items `n_users … n_users+n_items-1`; a pair that occurs more
+    than once counts once.
 
     Args:
         users, items: int64 [m], the interactions.
 
     Returns:
-        Sparse CSR float32 [n_users + n_items, n_users + n_items]; an isolated node has an empty row.
+        Sparse CSR float32 [n_users + n_items, n_users + n_items]; an isolated node has an empty
+        row.
 
     Raises:
         ValueError: a user or an item is out of range, or the two differ in length.
     """
     user, item = torch.as_tensor(users).long(), torch.as_tensor(items).long()
     if user.shape != item.shape or user.ndim != 1:
-        raise ValueError(f"users {tuple(user.shape)} and items {tuple(item.shape)} must be vectors of one length")
+        raise ValueError(
+            f"users {tuple(user.shape)} and items {tuple(item.shape)} must be vectors of one length"
+        )
     _check_range(user, n_users, "user")
     _check_range(item, n_items, "item")
     n = n_users + n_items
@@ -48,10 +54,11 @@ def bipartite_adjacency(
 
 
 def symmetric_adjacency(n: int, rows: Index, cols: Index, weights: torch.Tensor) -> torch.Tensor:
-    """A weighted graph made undirected and normalised: D^-1/2 W D^-1/2 with D the row sums of the symmetrised W.
+    """A weighted graph made undirected and normalised: D^-1/2 W D^-1/2 with D the row sums of the
+    symmetrised W.
 
-    An edge given in both directions, or several times, takes the largest of its weights, so a mutual neighbour does not
-    count twice. Self loops are kept where they are given; none are added.
+    An edge given in both directions, or several times, takes the largest of its weights, so a
+    mutual neighbour does not count twice. Self loops are kept where they are given; none are added.
 
     Args:
         n: number of nodes.
@@ -75,15 +82,18 @@ def symmetric_adjacency(n: int, rows: Index, cols: Index, weights: torch.Tensor)
 
 
 def spmm(adj: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """`adj @ x` for a *symmetric* CSR matrix [n, n] and x [n, d]; the gradient to x is `adj @ grad`, adj gets none."""
+    """`adj @ x` for a *symmetric* CSR matrix [n, n] and x [n, d]; the gradient to x is
+    `adj @ grad`, adj gets none.
+    """
     return cast(torch.Tensor, _SymmetricProduct.apply(adj, x))  # type: ignore[no-untyped-call]
 
 
 def propagate(adj: torch.Tensor, x: torch.Tensor, layers: int) -> torch.Tensor:
     """Mean over the layers 0 … L of `adj^l @ x`, the ego layer x included. [n, d] -> [n, d].
 
-    LightGCN (arXiv 2002.02126), Eq. 4 and Eq. 8 with α_l = 1 / (L + 1). The operator is a polynomial of a symmetric
-    matrix, hence symmetric itself: its backward pass is the same propagation of the gradient.
+    LightGCN (arXiv 2002.02126), Eq. 4 and Eq. 8 with α_l = 1 / (L + 1). The operator is a
+    polynomial of a symmetric matrix, hence symmetric itself: its backward pass is the same
+    propagation of the gradient.
 
     Raises:
         ValueError: `layers` is negative.
@@ -166,7 +176,8 @@ class Pattern:
     """Where an undirected graph's weights stand in its CSR matrix.
 
     Attributes:
-        n: nodes. pointer: int32 [n + 1]. rows, cols: int32 [2m], both directions of every edge, by row.
+        n: nodes. pointer: int32 [n + 1]. rows, cols: int32 [2m], both directions of every edge, by
+            row.
         edge: int64 [2m], the number of the edge that an entry belongs to.
     """
 
@@ -180,14 +191,19 @@ class Pattern:
         """CSR [n, n] with these entries, [2m]."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
-            return torch.sparse_csr_tensor(self.pointer, self.cols, values, (self.n, self.n), check_invariants=False)
+            return torch.sparse_csr_tensor(
+                self.pointer, self.cols, values, (self.n, self.n), check_invariants=False
+            )
 
 
-def bipartite_pattern(n_users: int, n_items: int, users: torch.Tensor, items: torch.Tensor) -> Pattern:
+def bipartite_pattern(
+    n_users: int, n_items: int, users: torch.Tensor, items: torch.Tensor
+) -> Pattern:
     """The pattern of a user-item graph, users first.
 
     Args:
-        users, items: int64 [m], the edges, no pair twice, in range (not checked: this runs once per batch).
+        users, items: int64 [m], the edges, no pair twice, in range (not checked: this runs once per
+            batch).
     """
     n, m = n_users + n_items, len(users)
     rows, cols = torch.cat([users, items + n_users]), torch.cat([items + n_users, users])
@@ -197,21 +213,29 @@ def bipartite_pattern(n_users: int, n_items: int, users: torch.Tensor, items: to
     return Pattern(n, pointer, rows[order].int(), cols[order].int(), order % max(m, 1))
 
 
-def normalised_weights(pattern: Pattern, weights: torch.Tensor, floor: float = 1e-3) -> torch.Tensor:
-    """(D + floor)^-1/2 W (D + floor)^-1/2 of an undirected weighted graph, with gradient, that of the degrees D included.
+def normalised_weights(
+    pattern: Pattern, weights: torch.Tensor, floor: float = 1e-3
+) -> torch.Tensor:
+    """(D + floor)^-1/2 W (D + floor)^-1/2 of an undirected weighted graph, with gradient, that of
+    the degrees D included.
 
     Args:
         weights: float32 [m], one per edge, non-negative.
-        floor: added to the degrees. A node whose edges have nearly no weight is left nearly without neighbours, instead
-            of having its weights blown up to a sum of 1 and their gradients to infinity.
+        floor: added to the degrees. A node whose edges have nearly no weight is left nearly without
+            neighbours, instead of having its weights blown up to a sum of 1 and their gradients to
+            infinity.
 
     Returns:
         The entries of the CSR matrix, [2m].
     """
     entries = weights[pattern.edge]
-    degree = torch.zeros(pattern.n, dtype=weights.dtype, device=weights.device).index_add(0, pattern.rows, entries)
+    degree = torch.zeros(pattern.n, dtype=weights.dtype, device=weights.device).index_add(
+        0, pattern.rows, entries
+    )
     root = (degree + floor).rsqrt()
-    normalised: torch.Tensor = entries * root.index_select(0, pattern.rows) * root.index_select(0, pattern.cols)
+    normalised: torch.Tensor = (
+        entries * root.index_select(0, pattern.rows) * root.index_select(0, pattern.cols)
+    )
     return normalised
 
 
@@ -228,14 +252,18 @@ def weighted_product(pattern: Pattern, values: torch.Tensor, x: torch.Tensor) ->
 
 
 def edge_products(pattern: Pattern, x: torch.Tensor) -> torch.Tensor:
-    """x_u · x_v of every edge, with gradient to x; nothing is computed for other pairs. [n, d] -> [m]."""
+    """x_u · x_v of every edge, with gradient to x; nothing is computed for other pairs. [n, d] ->
+    [m].
+    """
     return cast(torch.Tensor, _EdgeProducts.apply(pattern, x))  # type: ignore[no-untyped-call]
 
 
 def _at_entries(pattern: Pattern, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a_i · b_j at the entries (i, j) of the pattern. [n, d] twice -> [2m]."""
     zeros = torch.zeros(len(pattern.cols), dtype=a.dtype, device=a.device)
-    products: torch.Tensor = torch.sparse.sampled_addmm(pattern.matrix(zeros), a, b.T, beta=0.0).values()
+    products: torch.Tensor = torch.sparse.sampled_addmm(
+        pattern.matrix(zeros), a, b.T, beta=0.0
+    ).values()
     return products
 
 
@@ -265,7 +293,9 @@ class _WeightedProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[None, torch.Tensor | None, torch.Tensor | None]:
         values, x = ctx.saved_tensors
         grad = grad.contiguous()
         to_values = to_x = None
@@ -314,7 +344,9 @@ class _Propagation(torch.autograd.Function):
 
 
 def _layer_mean(adj: torch.Tensor, x: torch.Tensor, layers: int) -> torch.Tensor:
-    """(x + Ax + … + A^L x) / (L + 1) by Horner's rule: y <- x + A y, L times; one buffer instead of one per layer."""
+    """(x + Ax + … + A^L x) / (L + 1) by Horner's rule: y <- x + A y, L times; one buffer instead of
+    one per layer.
+    """
     y = x
     for _ in range(layers - 1):
         y = torch.addmm(x, adj, y)
@@ -325,7 +357,8 @@ def _layer_mean(adj: torch.Tensor, x: torch.Tensor, layers: int) -> torch.Tensor
 def _undirected(
     row: torch.Tensor, col: torch.Tensor, weight: torch.Tensor, n: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both directions of every edge, once each, by row and column; of repeated ones the largest weight.
+    """Both directions of every edge, once each, by row and column; of repeated ones the largest
+    weight.
 
     torch-geometric has it too (`to_undirected`), and is the oracle of the test, but takes three CPU
     seconds to import in every process that trains.
@@ -345,7 +378,9 @@ def _undirected(
 
 def _normalised_csr(edges: torch.Tensor, weight: torch.Tensor, n: int) -> torch.Tensor:
     """Symmetric normalisation of coalesced edges [2, m] (sorted by row), as CSR."""
-    degree = torch.zeros(n, dtype=weight.dtype, device=weight.device).scatter_add_(0, edges[1], weight)
+    degree = torch.zeros(n, dtype=weight.dtype, device=weight.device).scatter_add_(
+        0, edges[1], weight
+    )
     root = degree.pow_(-0.5)
     root.masked_fill_(root == torch.inf, 0)
     weight = root[edges[0]] * weight * root[edges[1]]
@@ -355,9 +390,13 @@ def _normalised_csr(edges: torch.Tensor, weight: torch.Tensor, n: int) -> torch.
     kind = torch.int32 if max(n, edges.shape[1]) < 2**31 else torch.int64
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Sparse CSR tensor support is in beta.*")
-        return torch.sparse_csr_tensor(pointer.to(kind), edges[1].to(kind), weight, (n, n), check_invariants=True)
+        return torch.sparse_csr_tensor(
+            pointer.to(kind), edges[1].to(kind), weight, (n, n), check_invariants=True
+        )
 
 
 def _check_range(index: torch.Tensor, size: int, name: str) -> None:
     if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < size):
-        raise ValueError(f"{name} numbers must be in 0 … {size - 1}, got {int(index.min())} … {int(index.max())}")
+        raise ValueError(
+            f"{name} numbers must be in 0 … {size - 1}, got {int(index.min())} … {int(index.max())}"
+        )

@@ -80,7 +80,9 @@ def blocks(cost: npt.NDArray[np.int64], limit: int) -> list[slice]:
     return [*found, slice(begin, len(cost))] if len(cost) else []
 
 
-def cosine(r: sp.csr_matrix, shrinkage: float, neighbours: int | None, limit: int = BLOCK_ENTRIES) -> sp.csr_matrix:
+def cosine(
+    r: sp.csr_matrix, shrinkage: float, neighbours: int | None, limit: int = BLOCK_ENTRIES
+) -> sp.csr_matrix:
     """S_ij = r_i·r_j / (‖r_i‖‖r_j‖ + h) for i ≠ j and r_i a column of R; the largest of each row.
 
     Args:
@@ -114,7 +116,9 @@ def text_cosine(text: npt.NDArray[np.float32], neighbours: int) -> sp.csr_matrix
     n = len(text)
     index, value = top_cosine(torch.from_numpy(np.array(text)), neighbours)
     pointer = np.arange(n + 1) * index.shape[1]
-    near = sp.csr_matrix((value.clamp(min=0.0).numpy().ravel(), index.numpy().ravel(), pointer), (n, n))
+    near = sp.csr_matrix(
+        (value.clamp(min=0.0).numpy().ravel(), index.numpy().ravel(), pointer), (n, n)
+    )
     near.eliminate_zeros()
     return near
 
@@ -189,7 +193,8 @@ def train(state: ItemBased, inbox: Mapping[str, Payload], ctx: Context) -> Out:
 def best_listed(
     score: Callable[[npt.NDArray[np.int64]], torch.Tensor], n_users: int, n_items: int
 ) -> dict[str, torch.Tensor]:
-    """The best `LISTED` items of every user, "items", and their "scores", [n_users, LISTED]; "n_items" [1].
+    """The best `LISTED` items of every user, "items", and their "scores", [n_users, LISTED];
+    "n_items" [1].
 
     Args:
         score: int64 [b] -> float32 [b, n_items].

@@ -1,6 +1,7 @@
 """K-means whose centres are weighted means, as a scikit-learn estimator.
 
-The steps are functions of their own, so that each can be tested alone: `initial_centres`, `assign`, `weighted_means`.
+The steps are functions of their own, so that each can be tested alone: `initial_centres`, `assign`,
+`weighted_means`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def initial_centres(x: Floats, k: int, rng: np.random.RandomState) -> Floats:
 
 
 def assign(x: Floats, centres: Floats) -> tuple[Labels, Floats]:
-    """The nearest centre of every row by Euclidean distance (ties: the lower number), and that distance.
+    """The nearest centre of every row by Euclidean distance (ties: the lower number), and that
+    distance.
 
     Works in blocks: the [n, k] distances never exist as a whole.
 
@@ -46,7 +48,8 @@ def inverse_distance(distances: Floats, eps: float) -> Floats:
 
 
 def weighted_means(x: Floats, labels: Labels, weights: Floats, centres: Floats) -> Floats:
-    """Σ_i w_i x_i / Σ_i w_i over the members of each cluster; a cluster without members keeps its centre.
+    """Σ_i w_i x_i / Σ_i w_i over the members of each cluster; a cluster without members keeps its
+    centre.
 
     Args:
         x: [n, d]; labels: int64 [n] in 0 … k-1; weights: [n], non-negative; centres: [k, d].
@@ -66,24 +69,27 @@ def weighted_means(x: Floats, labels: Labels, weights: Floats, centres: Floats) 
 class WeightedKMeans(ClusterMixin, BaseEstimator):  # type: ignore[misc]
     """Lloyd's iteration with distance-weighted centres.
 
-    With `weighting="inverse_distance"` a member at distance δ of its centre counts 1 / (δ + eps) in the new centre: the
-    centre moves towards the spatial median of its cluster, outliers matter less. `weighting="uniform"` is plain K-means.
+    With `weighting="inverse_distance"` a member at distance δ of its centre counts 1 / (δ + eps) in
+    the new centre: the centre moves towards the spatial median of its cluster, outliers matter
+    less. `weighting="uniform"` is plain K-means.
 
-    A cluster that lost all members is re-seeded at the row farthest from its own centre (the next one gets the second
-    farthest, and so on), which leaves its old cluster.
+    A cluster that lost all members is re-seeded at the row farthest from its own centre (the next
+    one gets the second farthest, and so on), which leaves its old cluster.
 
     Args:
         n_clusters: number of clusters, at most the number of rows.
         weighting: "inverse_distance" or "uniform".
-        eps: added to the distances, in the unit of the data. A centre that starts on a row has distance 0 to it: with a
-            tiny eps that row would outweigh all others and the centre would never move.
+        eps: added to the distances, in the unit of the data. A centre that starts on a row has
+            distance 0 to it: with a tiny eps that row would outweigh all others and the centre
+            would never move.
         max_iter: upper bound on iterations.
         tol: stop when no centre moved farther than `tol` times the data's mean standard deviation.
         init: "random" (rows of the data) or the initial centres, [n_clusters, d].
         random_state: seed, RandomState or None; used for `init="random"` only.
 
     Attributes:
-        cluster_centers_: [n_clusters, d]; labels_: int64 [n], the nearest of these centres; inertia_: Σ weight ·
+        cluster_centers_: [n_clusters, d]; labels_: int64 [n], the nearest of these centres;
+            inertia_: Σ weight ·
         distance²; n_iter_: iterations done; n_features_in_: d.
     """
 
@@ -106,7 +112,9 @@ class WeightedKMeans(ClusterMixin, BaseEstimator):  # type: ignore[misc]
         self.init = init
         self.random_state = random_state
 
-    def fit(self, X: npt.ArrayLike, y: None = None, sample_weight: npt.ArrayLike | None = None) -> WeightedKMeans:
+    def fit(
+        self, X: npt.ArrayLike, y: None = None, sample_weight: npt.ArrayLike | None = None
+    ) -> WeightedKMeans:
         """Cluster the rows of X, [n, d]; `sample_weight` [n] multiplies the distance weights.
 
         Raises:
@@ -114,9 +122,13 @@ class WeightedKMeans(ClusterMixin, BaseEstimator):  # type: ignore[misc]
         """
         x = validate_data(self, X, dtype=[np.float64, np.float32], ensure_min_samples=1)
         if not 1 <= self.n_clusters <= len(x):
-            raise ValueError(f"n_samples={len(x)} should be >= n_clusters={self.n_clusters} and that at least 1")
+            raise ValueError(
+                f"n_samples={len(x)} should be >= n_clusters={self.n_clusters} and that at least 1"
+            )
         if self.weighting not in ("inverse_distance", "uniform"):
-            raise ValueError(f"weighting must be 'inverse_distance' or 'uniform', got {self.weighting!r}")
+            raise ValueError(
+                f"weighting must be 'inverse_distance' or 'uniform', got {self.weighting!r}"
+            )
         base = _check_sample_weight(sample_weight, x, dtype=x.dtype, ensure_non_negative=True)
         if isinstance(self.init, str):
             if self.init != "random":
@@ -125,14 +137,20 @@ class WeightedKMeans(ClusterMixin, BaseEstimator):  # type: ignore[misc]
         else:
             centres = np.array(self.init, dtype=x.dtype)
             if centres.shape != (self.n_clusters, x.shape[1]):
-                raise ValueError(f"init has shape {centres.shape}, expected {(self.n_clusters, x.shape[1])}")
+                raise ValueError(
+                    f"init has shape {centres.shape}, expected {(self.n_clusters, x.shape[1])}"
+                )
 
         limit = self.tol * float(x.std(axis=0).mean())
         labels, distances = assign(x, centres)
         for iteration in range(self.max_iter):
             self.n_iter_ = iteration + 1
             labels, distances, centres = _reseed_empty(x, labels, distances, centres)
-            weights = base * inverse_distance(distances, self.eps) if self.weighting == "inverse_distance" else base
+            weights = (
+                base * inverse_distance(distances, self.eps)
+                if self.weighting == "inverse_distance"
+                else base
+            )
             moved = weighted_means(x, labels, weights, centres)
             shift = float(np.sqrt(np.square(moved - centres).sum(axis=1)).max())
             centres = moved
@@ -153,7 +171,9 @@ class WeightedKMeans(ClusterMixin, BaseEstimator):  # type: ignore[misc]
         return assign(x, self.cluster_centers_)[0]
 
 
-def _reseed_empty(x: Floats, labels: Labels, distances: Floats, centres: Floats) -> tuple[Labels, Floats, Floats]:
+def _reseed_empty(
+    x: Floats, labels: Labels, distances: Floats, centres: Floats
+) -> tuple[Labels, Floats, Floats]:
     """Put the centre of every empty cluster on the row that is farthest from its own centre."""
     count = np.bincount(labels, minlength=len(centres))
     empty = np.flatnonzero(count == 0)

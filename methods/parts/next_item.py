@@ -1,4 +1,5 @@
-"""SASRec's network and how it learns, as a part: for SASRec itself, its federation, and methods that train it inside.
+"""SASRec's network and how it learns, as a part: for SASRec itself, its federation, and methods
+that train it inside.
 
 Notation
     ==========  =========================================  ================
@@ -10,8 +11,8 @@ Notation
     r_{i,t}     relevance of item i after t items          –
     ==========  =========================================  ================
 
-Equation numbers count the displays of section III of Kang and McAuley, "Self-Attentive Sequential Recommendation", ICDM
-2018, arXiv 1808.09781; `crossfed.methods.sasrec` lists them.
+Equation numbers count the displays of section III of Kang and McAuley, "Self-Attentive Sequential
+Recommendation", ICDM 2018, arXiv 1808.09781; `crossfed.methods.sasrec` lists them.
 """
 
 from __future__ import annotations
@@ -31,36 +32,61 @@ from torch import Tensor, nn
 from crossfed.methods.parts.losses import finite
 from crossfed.methods.parts.sampling import draw_negatives
 from crossfed.methods.parts.sequences import Cut, batches, histories, padded, windows
-from crossfed.methods.parts.transformer import EPS, Activation, Block, Dropout, Placement, initialise
+from crossfed.methods.parts.transformer import (
+    EPS,
+    Activation,
+    Block,
+    Dropout,
+    Placement,
+    initialise,
+)
 from crossfed.platform.method import Context, Interactions, MethodConfig
 
 
 class NextItemConfig(MethodConfig):
-    """The network and its training. Values of SASRec's section IV-B where a section is named; ◇: chosen here."""
+    """The network and its training. Values of SASRec's section IV-B where a section is named; ◇:
+    chosen here.
+    """
 
     dim: int = Field(64, ge=1, description="width d of items and hidden layers (the paper: 50) ◇")
     layers: int = Field(2, ge=0, description="blocks b (section IV-B)")
     heads: int = Field(2, ge=1, description="attention heads; must divide dim (the paper: 1) ◇")
     inner: int = Field(256, ge=1, description="width of the feed-forward nets (the paper: d) ◇")
-    dropout: float = Field(0.5, ge=0, lt=1, description="rate everywhere (section IV-B, for sparse data)")
-    length: int = Field(50, ge=1, description="items of the history that are looked at (section IV-B, for sparse data)")
-    norm: Placement = Field(
-        "pre", description="layer norm before each step (the paper), or after it as in BERT (RecBole)"
+    dropout: float = Field(
+        0.5, ge=0, lt=1, description="rate everywhere (section IV-B, for sparse data)"
     )
-    activation: Activation = Field("relu", description="of the feed-forward nets (Eq. (4)); RecBole: gelu")
+    length: int = Field(
+        50,
+        ge=1,
+        description="items of the history that are looked at (section IV-B, for sparse data)",
+    )
+    norm: Placement = Field(
+        "pre",
+        description="layer norm before each step (the paper), or after it as in BERT (RecBole)",
+    )
+    activation: Activation = Field(
+        "relu", description="of the feed-forward nets (Eq. (4)); RecBole: gelu"
+    )
     positions: Literal["start", "end"] = Field(
-        "end", description="positions counted from the window's last item (the authors' padding) or its first (RecBole)"
+        "end",
+        description="positions counted from the window's last item (the authors' "
+        "padding) or its first (RecBole)",
     )
     loss: Literal["bce", "softmax"] = Field(
-        "softmax", description="bce: sampled negatives (Eq. (11)); softmax: cross-entropy over all items ◇"
+        "softmax",
+        description="bce: sampled negatives (Eq. (11)); softmax: cross-entropy over all items ◇",
     )
     negatives: int = Field(1, ge=1, description="negatives per position with bce (the paper: 1)")
     calibration: float = Field(
-        0.0, ge=0, le=1, description="t of gBCE (arXiv 2308.07192) with bce; 0 is plain cross-entropy ◇"
+        0.0,
+        ge=0,
+        le=1,
+        description="t of gBCE (arXiv 2308.07192) with bce; 0 is plain cross-entropy ◇",
     )
     cut: Cut = Field(
         "all",
-        description="all: every item a target once; last: the last `length` (paper); prefixes: one row per target ◇",
+        description="all: every item a target once; last: the last `length` (paper); prefixes: "
+        "one row per target ◇",
     )
     lr: float = Field(0.001, gt=0, description="Adam's learning rate (section IV-B)")
     batch_size: int = Field(128, ge=1, description="windows in a batch (section IV-B)")
@@ -101,7 +127,8 @@ class NextItem(SequenceNet):
     """A causal transformer over a user's items, scored against the same item embeddings.
 
     Args:
-        n_items: the catalogue. config: sizes. rng: CPU generator that the initial weights, N(0, 0.02²), come from.
+        n_items: the catalogue. config: sizes. rng: CPU generator that the initial weights, N(0,
+            0.02²), come from.
     """
 
     def __init__(self, n_items: int, config: NextItemConfig, rng: torch.Generator) -> None:
@@ -119,9 +146,11 @@ class NextItem(SequenceNet):
         initialise(self, 0.02, rng)
 
     def embed(self, items: Tensor, count: Tensor) -> Tensor:
-        """Eq. (1): Ê = M_s + P. Windows int64 [b, T], padded at the end, their lengths [b] -> [b, T, dim].
+        """Eq. (1): Ê = M_s + P. Windows int64 [b, T], padded at the end, their lengths [b] -> [b,
+        T, dim].
 
-        With the norm before the steps nothing else would set the scale of M_s: it is multiplied by √dim.
+        With the norm before the steps nothing else would set the scale of M_s: it is multiplied by
+        √dim.
         """
         place = torch.arange(items.shape[1], device=items.device)
         if self.config.positions == "end":
@@ -138,7 +167,9 @@ class NextItem(SequenceNet):
         return F.embedding(items, self.items)
 
     def forward(self, items: Tensor, count: Tensor) -> Tensor:
-        """F at every position; those after a window's end mean nothing. int64 [b, T], int64 [b] -> [b, T, dim]."""
+        """F at every position; those after a window's end mean nothing. int64 [b, T], int64 [b] ->
+        [b, T, dim].
+        """
         x = self.embed(items, count)
         post = self.config.norm == "post"
         x = self.dropout(self.norm(x) if post else x)
@@ -152,12 +183,15 @@ def relevance(states: Tensor, items: Tensor) -> Tensor:
     return states @ items.T
 
 
-def bce(states: Tensor, items: Tensor, positive: Tensor, negative: Tensor, power: float = 1.0) -> Tensor:
+def bce(
+    states: Tensor, items: Tensor, positive: Tensor, negative: Tensor, power: float = 1.0
+) -> Tensor:
     """Eq. (11): the mean over positions of -β ln σ(r_{o,t}) - Σ_j ln(1 - σ(r_{j,t})).
 
     Args:
         states: F at the trained positions, [n, dim]. items: M.
-        positive: the targets o, int64 [n]. negative: items j outside the user's history, int64 [n, k].
+        positive: the targets o, int64 [n]. negative: items j outside the user's history, int64 [n,
+            k].
         power: β of gBCE, `gbce_power`; 1 in the paper.
 
     Returns:
@@ -171,13 +205,17 @@ def bce(states: Tensor, items: Tensor, positive: Tensor, negative: Tensor, power
 
 
 def gbce_power(negatives: int, n_items: int, t: float) -> float:
-    """β = α(t(1 - 1/α) + 1/α) with α = negatives / (n_items - 1), Petrov and Macdonald 2023; t = 0 gives 1, t = 1 gives α."""
+    """β = α(t(1 - 1/α) + 1/α) with α = negatives / (n_items - 1), Petrov and Macdonald 2023; t = 0
+    gives 1, t = 1 gives α.
+    """
     rate = min(negatives / max(n_items - 1, 1), 1.0)
     return rate * (t * (1 - 1 / rate) + 1 / rate)
 
 
 class _Softmax(torch.autograd.Function):
-    """The mean cross-entropy and both gradients in one pass over blocks of rows: nothing of size [n, n_items] is kept."""
+    """The mean cross-entropy and both gradients in one pass over blocks of rows: nothing of size
+    [n, n_items] is kept.
+    """
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, items: Tensor, target: Tensor, entries: int) -> Tensor:
@@ -250,8 +288,8 @@ def train_epoch(
 ) -> Mapping[str, float]:
     """One pass over the training windows of `data`; the mean losses.
 
-    All positions of a window are trained at once: position t predicts item t + 1 from items 1 … t. With `cut="prefixes"`
-    only the last one is.
+    All positions of a window are trained at once: position t predicts item t + 1 from items 1 … t.
+    With `cut="prefixes"` only the last one is.
 
     Args:
         penalty: added to every batch's loss, e.g. a proximal term.
@@ -277,7 +315,9 @@ def train_epoch(
         start, count = pieces.start[rows], pieces.count[rows]
         inputs = padded(data.items, start, count)
         place = np.arange(inputs.shape[1])
-        trained = place == count[:, None] - 1 if config.cut == "prefixes" else place < count[:, None]
+        trained = (
+            place == count[:, None] - 1 if config.cut == "prefixes" else place < count[:, None]
+        )
         if sampled:  # a user who has every item has no negative
             trained &= drawn[start + 1, :1] >= 0
         target = (start[:, None] + 1 + place)[trained]  # where the targets are in the data
@@ -288,7 +328,9 @@ def train_epoch(
         states = outputs.flatten(0, 1).index_select(0, chosen)
         positive = torch.from_numpy(data.items[target]).to(device)
         if sampled:
-            loss = bce(states, net.items, positive, torch.from_numpy(drawn[target]).to(device), power)
+            loss = bce(
+                states, net.items, positive, torch.from_numpy(drawn[target]).to(device), power
+            )
         else:
             loss = softmax(states, net.items, positive)
         total += loss.detach() * len(target)
@@ -306,10 +348,12 @@ def train_epoch(
 
 
 class Learner:
-    """One domain's network, its optimizer, and the histories to recommend from; the state of methods built on it.
+    """One domain's network, its optimizer, and the histories to recommend from; the state of
+    methods built on it.
 
     Attributes:
-        net, adam: what training continues from. known: the histories that are looked at when ranking.
+        net, adam: what training continues from. known: the histories that are looked at when
+            ranking.
     """
 
     def __init__(self, config: NextItemConfig, ctx: Context) -> None:
@@ -342,18 +386,24 @@ class Learner:
             self._users = user_vectors(self.net, self.known)
         return self._users
 
-    def train(self, ctx: Context, penalty: Callable[[], Tensor] | None = None) -> Mapping[str, float]:
+    def train(
+        self, ctx: Context, penalty: Callable[[], Tensor] | None = None
+    ) -> Mapping[str, float]:
         """`train_epoch` on the domain's own data."""
         self.changed()
         return train_epoch(self.net, self.adam, ctx.own, ctx, penalty, self.contrast(ctx))
 
     @torch.no_grad()
     def score(self, users: npt.NDArray[np.int64]) -> Tensor:
-        """`relevance` of all items after the whole known history of some users. int64 [b] -> [b, n_items]."""
+        """`relevance` of all items after the whole known history of some users. int64 [b] -> [b,
+        n_items].
+        """
         return relevance(self.users()[torch.from_numpy(users)], self.net.items)
 
     def export(self) -> dict[str, Tensor]:
-        """F of every user's history [n_users, dim] and M [n_items, dim]: all that `relevance` needs."""
+        """F of every user's history [n_users, dim] and M [n_items, dim]: all that `relevance`
+        needs.
+        """
         return {"users": self.users(), "items": self.net.items.detach()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -15,10 +15,11 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def bpr_epoch(data: Interactions, batch_size: int, rng: np.random.Generator) -> Iterator[Batch]:
-    """One shuffled pass over all training pairs, each with one item its user has no training interaction with.
+    """One shuffled pass over all training pairs, each with one item its user has no training
+    interaction with.
 
-    A pair that occurs n times in the data comes n times. Pairs of a user who has every item are left out, since no
-    negative exists for them. The last batch may be smaller.
+    A pair that occurs n times in the data comes n times. Pairs of a user who has every item are
+    left out, since no negative exists for them. The last batch may be smaller.
 
     Raises:
         ValueError: `batch_size` is not positive.
@@ -27,7 +28,9 @@ def bpr_epoch(data: Interactions, batch_size: int, rng: np.random.Generator) -> 
         raise ValueError(f"batch_size must be positive, got {batch_size}")
     drawn = draw_negatives(data, data.users, rng)
     order = rng.permutation(np.flatnonzero(drawn >= 0))
-    users, positives, negatives = (torch.from_numpy(column[order]) for column in (data.users, data.items, drawn))
+    users, positives, negatives = (
+        torch.from_numpy(column[order]) for column in (data.users, data.items, drawn)
+    )
     for start in range(0, len(order), batch_size):
         batch = slice(start, start + batch_size)
         yield users[batch], positives[batch], negatives[batch]
@@ -66,11 +69,15 @@ def pointwise_epoch(
         yield shuffled_users[batch], shuffled_items[batch], labels[batch]
 
 
-def draw_negatives(data: Interactions, users: npt.NDArray[np.int64], rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """For each user, one item drawn uniformly from those without a training interaction; -1 where there is none.
+def draw_negatives(
+    data: Interactions, users: npt.NDArray[np.int64], rng: np.random.Generator
+) -> npt.NDArray[np.int64]:
+    """For each user, one item drawn uniformly from those without a training interaction; -1 where
+    there is none.
 
-    Exact, without rejection and without a users × items table: with a user's sorted items h_0 < h_1 < …, the r-th
-    unseen item is r + #{k : h_k - k <= r}, and these counts come from one binary search over all users at once.
+    Exact, without rejection and without a users × items table: with a user's sorted items h_0 < h_1
+    < …, the r-th unseen item is r + #{k : h_k - k <= r}, and these counts come from one binary
+    search over all users at once.
 
     Args:
         users: int64 [m], with repetitions.

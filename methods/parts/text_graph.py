@@ -1,4 +1,6 @@
-"""Item vectors and graphs from text: projections, top-N cosine neighbours found in blocks, and what they keep."""
+"""Item vectors and graphs from text: projections, top-N cosine neighbours found in blocks, and what
+they keep.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,16 @@ BLOCK_ELEMENTS = 1 << 24
 def top_cosine(x: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The n rows most similar to each row by cosine, itself excluded. Without gradient.
 
-    Rows are taken in blocks, so a catalogue of any size needs at most `BLOCK_ELEMENTS` similarities at a time.
+    Rows are taken in blocks, so a catalogue of any size needs at most `BLOCK_ELEMENTS` similarities
+    at a time.
 
     Args:
         x: [m, d]; a zero row has similarity 0 with everything.
         n: how many neighbours, at least 1; a row has at most m - 1.
 
     Returns:
-        int64 [m, min(n, m - 1)], the neighbours, most similar first; float32 of the same shape, their cosines.
+        int64 [m, min(n, m - 1)], the neighbours, most similar first; float32 of the same shape,
+        their cosines.
     """
     if n < 1:
         raise ValueError(f"a graph needs at least one neighbour per row, got {n}")
@@ -39,19 +43,25 @@ def top_cosine(x: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         index.append(top.indices)
         value.append(top.values)
     if not index:
-        return torch.empty(0, 0, dtype=torch.int64, device=x.device), torch.empty(0, 0, device=x.device)
+        return torch.empty(0, 0, dtype=torch.int64, device=x.device), torch.empty(
+            0, 0, device=x.device
+        )
     return torch.cat(index), torch.cat(value)
 
 
 def cosine_edges(x: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Directed edges from every row to its top n, weighted by max(cosine, 0). [m, d] -> int64 [2, e], float32 [e]."""
+    """Directed edges from every row to its top n, weighted by max(cosine, 0). [m, d] -> int64 [2,
+    e], float32 [e].
+    """
     index, value = top_cosine(x, n)
     rows = torch.arange(len(x), device=x.device).repeat_interleave(index.shape[1])
     return torch.stack([rows, index.flatten()]), value.flatten().clamp(min=0.0)
 
 
 def cosine_graph(x: torch.Tensor, n: int) -> torch.Tensor:
-    """D^-1/2 S D^-1/2 of the top-n cosine graph made undirected, without self loops. [m, d] -> CSR [m, m]."""
+    """D^-1/2 S D^-1/2 of the top-n cosine graph made undirected, without self loops. [m, d] -> CSR
+    [m, m].
+    """
     (rows, cols), weights = cosine_edges(x, n)
     return symmetric_adjacency(len(x), rows, cols, weights)
 
@@ -70,9 +80,15 @@ def row_product(graph: torch.Tensor, x: torch.Tensor, rows: torch.Tensor) -> tor
     pointer = graph.crow_indices().long()
     start, count = pointer[rows], pointer[rows + 1] - pointer[rows]
     offsets = count.cumsum(0) - count
-    entries = torch.arange(int(count.sum()), device=x.device) + (start - offsets).repeat_interleave(count)
+    entries = torch.arange(int(count.sum()), device=x.device) + (start - offsets).repeat_interleave(
+        count
+    )
     return F.embedding_bag(
-        graph.col_indices()[entries].long(), x, offsets, mode="sum", per_sample_weights=graph.values()[entries]
+        graph.col_indices()[entries].long(),
+        x,
+        offsets,
+        mode="sum",
+        per_sample_weights=graph.values()[entries],
     )
 
 
@@ -92,7 +108,9 @@ def neighbour_overlap(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def effective_rank(x: torch.Tensor) -> float:
-    """exp of the entropy of the centred rows' normalised singular values (Roy & Vetterli 2007). [m, d] -> 1 … d."""
+    """exp of the entropy of the centred rows' normalised singular values (Roy & Vetterli 2007). [m,
+    d] -> 1 … d.
+    """
     centred = (x.detach() - x.detach().mean(0)).double()
     values = torch.linalg.eigvalsh(centred.T @ centred).clamp(min=0.0).sqrt()
     share = values / values.sum().clamp(min=torch.finfo(torch.float64).tiny)
@@ -100,9 +118,11 @@ def effective_rank(x: torch.Tensor) -> float:
 
 
 def aligned_projection(x: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """The rows' principal directions V, rotated by the orthogonal Q that makes ‖VQ − reference‖ smallest (Procrustes).
+    """The rows' principal directions V, rotated by the orthogonal Q that makes ‖VQ − reference‖
+    smallest (Procrustes).
 
-    It keeps as much variance as PCA does, in coordinates that are comparable between data sets that share `reference`.
+    It keeps as much variance as PCA does, in coordinates that are comparable between data sets that
+    share `reference`.
 
     Args:
         x: [m, width].

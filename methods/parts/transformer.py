@@ -1,7 +1,9 @@
-"""Transformer parts for sequences: fused multi-head attention, feed-forward nets, residual steps in both norm placements.
+"""Transformer parts for sequences: fused multi-head attention, feed-forward nets, residual steps in
+both norm placements.
 
-Layout: activations are [b, T, d]; a batch is padded at its end, so that with `causal` no real position ever looks at
-padding and no mask is needed. Everything else takes a mask, True where a key may be seen.
+Layout: activations are [b, T, d]; a batch is padded at its end, so that with `causal` no real
+position ever looks at padding and no mask is needed. Everything else takes a mask, True where a key
+may be seen.
 """
 
 from __future__ import annotations
@@ -40,16 +42,20 @@ class _Dropped(torch.autograd.Function):
 
 
 def dropout(x: Tensor, rate: float, training: bool) -> Tensor:
-    """Each entry zero with probability `rate`, the others divided by 1 - rate, from torch's global generator.
+    """Each entry zero with probability `rate`, the others divided by 1 - rate, from torch's global
+    generator.
 
-    On the CPU, where torch draws one number per entry, one 64-bit draw serves four: a fourth of the time. The rate is
-    rounded to a multiple of 2⁻¹⁶ there, and the scale is that of the rounded rate, so the mean stays exact.
+    On the CPU, where torch draws one number per entry, one 64-bit draw serves four: a fourth of the
+    time. The rate is rounded to a multiple of 2⁻¹⁶ there, and the scale is that of the rounded
+    rate, so the mean stays exact.
     """
     if not training or not rate:
         return x
     if x.device.type != "cpu":
         return F.dropout(x, rate)
-    lanes = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    lanes = (
+        torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    )
     dropped = round(rate * 2**16)  # of the 2^16 values of a lane
     keep = (lanes[: x.numel()] >= dropped - 2**15).view(x.shape)
     kept: Tensor = _Dropped.apply(x, keep, 2**16 / (2**16 - dropped))  # type: ignore[no-untyped-call]
@@ -68,9 +74,15 @@ class Dropout(nn.Module):
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, rate: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    rate: float = 0.0,
 ) -> Tensor:
-    """softmax(QKᵀ / √d) V, fused where there is nothing to drop. [..., T, d], [..., S, d], [..., S, d'] -> [..., T, d'].
+    """softmax(QKᵀ / √d) V, fused where there is nothing to drop. [..., T, d], [..., S, d], [..., S,
+    d'] -> [..., T, d'].
 
     Args:
         mask: bool, two axes or more, broadcast to [..., T, S], True where a key may be seen.
@@ -78,7 +90,9 @@ def attend(
         rate: share of the attention weights to drop.
     """
     if not rate or q.device.type != "cpu":
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate, is_causal=causal)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=rate, is_causal=causal
+        )
     scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
@@ -88,7 +102,8 @@ def attend(
 
 
 class Attention(nn.Module):
-    """softmax(QKᵀ / √d_head) V in `heads` heads, with an output projection (Vaswani et al. 2017, section 3.2).
+    """softmax(QKᵀ / √d_head) V in `heads` heads, with an output projection (Vaswani et al. 2017,
+    section 3.2).
 
     Args:
         dim: width d of input and output. heads: divides d. dropout: of the attention weights.
@@ -105,7 +120,11 @@ class Attention(nn.Module):
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
     def forward(
-        self, x: Tensor, memory: Tensor | None = None, mask: Tensor | None = None, causal: bool = False
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+        causal: bool = False,
     ) -> Tensor:
         """[b, T, d] -> [b, T, d].
 
@@ -115,7 +134,11 @@ class Attention(nn.Module):
             causal: position t sees positions up to t only; not together with a mask.
         """
         memory = x if memory is None else memory
-        q, k, v = self._split(self.query(x)), self._split(self.key(memory)), self._split(self.value(memory))
+        q, k, v = (
+            self._split(self.query(x)),
+            self._split(self.key(memory)),
+            self._split(self.value(memory)),
+        )
         p = self.dropout if self.training else 0.0
         mixed = attend(q, k, v, mask, causal, p)
         return self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -130,7 +153,11 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, inner: int, activation: Activation) -> None:
         super().__init__()
-        self.inner, self.outer, self.activation = nn.Linear(dim, inner), nn.Linear(inner, dim), activation
+        self.inner, self.outer, self.activation = (
+            nn.Linear(dim, inner),
+            nn.Linear(inner, dim),
+            activation,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.outer(ACTIVATIONS[self.activation](self.inner(x)))  # type: ignore[no-any-return]
@@ -145,7 +172,11 @@ class Residual(nn.Module):
 
     def __init__(self, dim: int, dropout: float, placement: Placement) -> None:
         super().__init__()
-        self.norm, self.dropout, self.placement = nn.LayerNorm(dim, eps=EPS), Dropout(dropout), placement
+        self.norm, self.dropout, self.placement = (
+            nn.LayerNorm(dim, eps=EPS),
+            Dropout(dropout),
+            placement,
+        )
 
     def forward(self, x: Tensor, g: Callable[[Tensor], Tensor]) -> Tensor:
         if self.placement == "pre":
@@ -154,11 +185,13 @@ class Residual(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, attention to a memory where `cross`, then a feed-forward net; each a residual step.
+    """Self-attention, attention to a memory where `cross`, then a feed-forward net; each a residual
+    step.
 
     Args:
-        dim, heads: as in `Attention`. inner: width of the feed-forward net. dropout: of attention weights and of every
-            step's output. placement, activation: see `Residual`, `FeedForward`. cross: whether there is a memory.
+        dim, heads: as in `Attention`. inner: width of the feed-forward net. dropout: of attention
+            weights and of every step's output. placement, activation: see `Residual`,
+            `FeedForward`. cross: whether there is a memory.
     """
 
     def __init__(
@@ -172,10 +205,16 @@ class Block(nn.Module):
         cross: bool = False,
     ) -> None:
         super().__init__()
-        self.attention, self.around_attention = Attention(dim, heads, dropout), Residual(dim, dropout, placement)
+        self.attention, self.around_attention = (
+            Attention(dim, heads, dropout),
+            Residual(dim, dropout, placement),
+        )
         self.cross = Attention(dim, heads, dropout) if cross else None
         self.around_cross = Residual(dim, dropout, placement) if cross else None
-        self.feed, self.around_feed = FeedForward(dim, inner, activation), Residual(dim, dropout, placement)
+        self.feed, self.around_feed = (
+            FeedForward(dim, inner, activation),
+            Residual(dim, dropout, placement),
+        )
 
     def forward(
         self,
@@ -195,11 +234,18 @@ class Block(nn.Module):
 
 @torch.no_grad()
 def initialise(module: nn.Module, std: float, rng: torch.Generator) -> None:
-    """Weights of every linear layer and parameter matrix from N(0, std²), biases 0, layer norms the identity.
+    """Weights of every linear layer and parameter matrix from N(0, std²), biases 0, layer norms the
+    identity.
 
-    Draws in the order of registration from `rng` (a CPU generator), so call it before moving the module to a device.
+    Draws in the order of registration from `rng` (a CPU generator), so call it before moving the
+    module to a device.
     """
-    norms = {id(p) for part in module.modules() if isinstance(part, nn.LayerNorm) for p in part.parameters()}
+    norms = {
+        id(p)
+        for part in module.modules()
+        if isinstance(part, nn.LayerNorm)
+        for p in part.parameters()
+    }
     for parameter in module.parameters():
         if id(parameter) in norms:
             continue

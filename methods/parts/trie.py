@@ -1,8 +1,9 @@
-"""The prefix trie of a domain's semantic IDs as tables: which code may come next is a look-up, for any number of beams at once.
+"""The prefix trie of a domain's semantic IDs as tables: which code may come next is a look-up, for
+any number of beams at once.
 
-Depth 0 is the root; a node of depth l stands for the first l codes of at least one item; a node of depth L is a leaf and holds
-every item with that semantic ID. Nodes of one depth are numbered in the order of their codes, so the children of neighbouring
-nodes are neighbours.
+Depth 0 is the root; a node of depth l stands for the first l codes of at least one item; a node of
+depth L is a leaf and holds every item with that semantic ID. Nodes of one depth are numbered in the
+order of their codes, so the children of neighbouring nodes are neighbours.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ class Trie:
 
     Attributes:
         codes: size C of every level's codebook.
-        sizes: number of nodes per depth, [L + 1]; `sizes[0]` is 1, `sizes[-1]` the number of leaves.
-        child: per depth below L, int32 [sizes[l] + 1, C]: the node of depth l + 1 that a code leads to, or `sizes[l + 1]` where
-            no item goes on so. That number is also the row of the last, empty node: nothing leads out of it.
-        parent, token: per depth above 0, int64 [sizes[l]]: the node's parent, and the code that leads from there to it.
+        sizes: number of nodes per depth, [L + 1]; `sizes[0]` is 1, `sizes[-1]` the number of
+            leaves.
+        child: per depth below L, int32 [sizes[l] + 1, C]: the node of depth l + 1 that a code leads
+            to, or `sizes[l + 1]` where no item goes on so. That number is also the row of the last,
+            empty node: nothing leads out of it.
+        parent, token: per depth above 0, int64 [sizes[l]]: the node's parent, and the code that
+            leads from there to it.
         prefixes: per depth below L, int64 [sizes[l], l]: the codes that lead to each node.
         leaf: int64 [n_items], the leaf that holds each item.
-        place: int64 [n_items], 0 for the first item of a leaf, 1 for the second, and so on, the most popular first.
+        place: int64 [n_items], 0 for the first item of a leaf, 1 for the second, and so on, the
+            most popular first.
     """
 
     codes: int
@@ -45,16 +50,20 @@ class Trie:
 
         Args:
             sids: int [n_items, L], every item's semantic ID.
-            popularity: [n_items], any number that is larger for the item to be named first among those that share a leaf;
-                equal numbers leave the lower item number first.
+            popularity: [n_items], any number that is larger for the item to be named first among
+                those that share a leaf; equal numbers leave the lower item number first.
             codes: size of every level's codebook.
 
         Raises:
-            ValueError: there are no items, a code lies outside 0 … codes - 1, or the popularity has another length.
+            ValueError: there are no items, a code lies outside 0 … codes - 1, or the popularity has
+                another length.
         """
         sids, popularity = np.asarray(sids, np.int64), np.asarray(popularity)
         if sids.ndim != 2 or not sids.size:
-            raise ValueError(f"semantic IDs must be [n_items, levels] with at least one of each, got {sids.shape}")
+            raise ValueError(
+                f"semantic IDs must be [n_items, levels] with at least one of "
+                f"each, got {sids.shape}"
+            )
         if sids.min() < 0 or sids.max() >= codes:
             raise ValueError(f"codes must lie in 0 … {codes - 1}, got {sids.min()} … {sids.max()}")
         if popularity.shape != sids.shape[:1]:

@@ -15,7 +15,8 @@
 | `prepare` | data frames into a prepared data directory |
 | `CrossfedError` | what a mistake raises: one sentence |
 
-The command line calls the same functions: what `crossfed run` accepts, refuses and writes is what `run` does.
+The command line calls the same functions: what `crossfed run` accepts, refuses and writes is what
+`run` does.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name when it is first used: importing this package loads neither torch nor MLflow."""
+    """Load a public name when it is first used: importing this package loads neither torch nor
+    MLflow.
+    """
     if name == "__version__":
         from importlib.metadata import version
 

@@ -41,9 +41,11 @@ def prepare(
         user: the column of user ids.
         item: the column of item ids, in both frames.
         time: the column of times; None where there are none and rows are in order.
-        text: the columns of item text, joined in this order; in the items where they are given, else in the interactions.
+        text: the columns of item text, joined in this order; in the items where they are given,
+            else in the interactions.
         columns: other columns by part, e.g. `{"rating": "stars"}`.
-        time_unit: what numbers in the time column count: seconds (the default), milliseconds, days, order, or a date format.
+        time_unit: what numbers in the time column count: seconds (the default), milliseconds, days,
+            order, or a date format.
         users: `all`, or `shared` for those in every domain only.
         recipe: keys of a spec's recipe, such as `user_core`, `item_core`, `min_rating`.
         report: is given a line about each step.
@@ -52,7 +54,8 @@ def prepare(
         The prepared data; `crossfed.run(…, data=…)` takes it.
 
     Raises:
-        CrossfedError: a column is missing, a frame is none, a domain is left empty, or `out` cannot be written.
+        CrossfedError: a column is missing, a frame is none, a domain is left empty, or `out` cannot
+            be written.
 
     Examples:
         >>> import crossfed, pandas as pd
@@ -72,7 +75,9 @@ def prepare(
             interactions, items = given if isinstance(given, tuple) else (given, None)
             source: dict[str, Any] = {"layout": "table", "columns": dict(parts)}
             source["time"] = "row" if time is None else time_unit
-            described[name] = {"interactions": _written(interactions, f"{name}", Path(folder), source)}
+            described[name] = {
+                "interactions": _written(interactions, f"{name}", Path(folder), source)
+            }
             if items is not None:
                 table = {"layout": "table", "columns": {"item": item}}
                 described[name]["items"] = [_written(items, f"{name}-items", Path(folder), table)]
@@ -96,7 +101,10 @@ def _written(frame: Frame, name: str, folder: Path, source: dict[str, Any]) -> d
         known = ", ".join(table.column_names)
         raise CrossfedError(f"{name}: there is no column {missing[0]!r}; the frame has {known}.")
     pq.write_table(table, folder / f"{name}.parquet")
-    return {"path": f"{name}.parquet", **{key: value for key, value in source.items() if value is not None}}
+    return {
+        "path": f"{name}.parquet",
+        **{key: value for key, value in source.items() if value is not None},
+    }
 
 
 def _table(frame: Frame, name: str) -> pa.Table:

@@ -50,16 +50,19 @@ def run(
         control: what every node receives in place of what it was sent; see `crossfed run --help`.
         address: a running Ray cluster to join; without it a local one starts.
         tracking_uri: an MLflow server or a `sqlite:///` URI; by default a database beside the runs.
-        settings: other settings of the run by dotted key, e.g. `{"evaluation.protocol": "leave-one-out-99"}`.
+        settings: other settings of the run by dotted key, e.g.
+            `{"evaluation.protocol": "leave-one-out-99"}`.
         progress: `auto`, `live`, `plain`, or `quiet` for silence.
-        test: read the test split once, at the end. Without it the result holds validation metrics only.
+        test: read the test split once, at the end. Without it the result holds validation metrics
+            only.
         **config: the method's own settings, e.g. `K=60`.
 
     Returns:
         The finished run.
 
     Raises:
-        CrossfedError: anything that can be mended, in one sentence. What was committed stays, and can be resumed.
+        CrossfedError: anything that can be mended, in one sentence. What was committed stays, and
+            can be resumed.
 
     Examples:
         >>> import crossfed
@@ -120,11 +123,14 @@ def tune(
     """Search a method's settings over whole federated runs, as `crossfed tune` does.
 
     Args:
-        method: as for `run`, like `data`, `domains`, `preset`, `out`, `backend`, `address`, `tracking_uri`, `settings`.
+        method: as for `run`, like `data`, `domains`, `preset`, `out`, `backend`, `address`,
+            `tracking_uri`, `settings`.
         trials: trials in all; the first has the paper's setting.
         study: the study's name; by default method, data and time.
-        search: changes to the space the method declares, e.g. `{"K": [10, 20], "lr": {"low": 1e-4, "high": 1e-2}}`.
-        objectives: `mean`, `worst` or `domain:NAME` of the selecting validation metric; `epsilon`, `bytes`.
+        search: changes to the space the method declares, e.g.
+            `{"K": [10, 20], "lr": {"low": 1e-4, "high": 1e-2}}`.
+        objectives: `mean`, `worst` or `domain:NAME` of the selecting validation metric; `epsilon`,
+            `bytes`.
         sampler: Optuna's: tpe, random, grid, cmaes, nsgaii, nsgaiii or gp.
         pruner: asha, median or none; asha by default, none with several objectives.
         concurrent: trials at once; by default as many as fit.
@@ -201,7 +207,8 @@ def configure(
     """The configuration of a run whose values are given as Python objects; see `run`.
 
     Raises:
-        CrossfedError: an unknown key, a wrong type or an impossible value, named with what is allowed.
+        CrossfedError: an unknown key, a wrong type or an impossible value, named with what is
+            allowed.
     """
     values = {
         "data": data.path if isinstance(data, PreparedData) else data and Path(data),

@@ -48,7 +48,9 @@ class Run:
         about = html.escape(repr(self).strip("<>"))
         if not self.finished:
             return f"<p>{about}</p>"
-        table = self.metrics.pivot_table(index=["domain", "split"], columns="metric", values="value", sort=False)
+        table = self.metrics.pivot_table(
+            index=["domain", "split"], columns="metric", values="value", sort=False
+        )
         return f"<p>{about}; {html.escape(self.protocol)}</p>{table.to_html(float_format='%.4f')}"
 
     @property
@@ -74,7 +76,9 @@ class Run:
             CrossfedError: the run has not finished, or the file is damaged.
         """
         if not self.finished:
-            raise CrossfedError(f"{self.path} has not finished; crossfed run --resume {self.path} goes on with it.")
+            raise CrossfedError(
+                f"{self.path} has not finished; crossfed run --resume {self.path} goes on with it."
+            )
         return read_json(self.path / RESULT)
 
     @property
@@ -84,7 +88,9 @@ class Run:
 
     @property
     def metrics(self) -> pd.DataFrame:
-        """The selected state's metrics, a row each: domain, split (validation or test), metric, value."""
+        """The selected state's metrics, a row each: domain, split (validation or test), metric,
+        value.
+        """
         rows = [
             (domain, split, metric, value)
             for domain, row in self.result["domains"].items()
@@ -95,7 +101,9 @@ class Run:
 
     @property
     def history(self) -> pd.DataFrame:
-        """The committed rounds, one row each: stage, round, step, seconds, bytes, then a column per metric."""
+        """The committed rounds, one row each: stage, round, step, seconds, bytes, then a column per
+        metric.
+        """
         from crossfed.platform.federation.privacy import read_lines
         from crossfed.platform.layout import HISTORY
 
@@ -110,7 +118,8 @@ class Run:
             domain: one domain; all by default.
 
         Returns:
-            domain, user (an opaque row number), n_train, n_truth (held-out items), then a column per metric.
+            domain, user (an opaque row number), n_train, n_truth (held-out items), then a column
+            per metric.
 
         Raises:
             CrossfedError: there is no such domain, or the run did not read the test split.
@@ -120,14 +129,18 @@ class Run:
         for name in names:
             file = self.path / "per_user" / f"{name}.test.parquet"
             if not file.is_file():
-                raise CrossfedError(f"{self.path} holds no per-user test values of domain {name!r}.")
+                raise CrossfedError(
+                    f"{self.path} holds no per-user test values of domain {name!r}."
+                )
             table = pd.read_parquet(file)
             table.insert(0, "domain", name)
             tables.append(table)
         return pd.concat(tables, ignore_index=True)
 
     def ledger(self) -> pd.DataFrame:
-        """Every array that crossed: stage, round, sender, receiver, direction, key, shape, dtype, bytes."""
+        """Every array that crossed: stage, round, sender, receiver, direction, key, shape, dtype,
+        bytes.
+        """
         file = self.path / "ledger.parquet"
         if not file.is_file():
             raise CrossfedError(f"{self.path} holds no ledger.parquet: the run has not finished.")
@@ -161,7 +174,10 @@ class Run:
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """One line of the history with its metrics as columns of their own."""
-    return {**{key: value for key, value in row.items() if key != "metrics"}, **row.get("metrics", {})}
+    return {
+        **{key: value for key, value in row.items() if key != "metrics"},
+        **row.get("metrics", {}),
+    }
 
 
 class Study:

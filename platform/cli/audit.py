@@ -34,40 +34,55 @@ class Shown(StrEnum):
 def audit(
     run: Annotated[
         str,
-        typer.Argument(help="A run's directory or id; with --controls a finished one.", autocompletion=complete.run),
+        typer.Argument(
+            help="A run's directory or id; with --controls a finished one.",
+            autocompletion=complete.run,
+        ),
     ],
     controls: Annotated[
         bool,
         typer.Option(
             "--controls",
-            help="Also run it, over seeds, alone (solo), under transfer controls and beside its local variant: what is transfer "
+            help="Also run it, over seeds, alone (solo), under transfer controls and beside "
+            "its local variant: what is transfer "
             "worth?",
         ),
     ] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of --controls: that of the run and those after it.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Seeds of --controls: that of the run and those after it.")
+    ] = 3,
     metric: Annotated[
         str | None,
-        typer.Option(help="Test metric of --controls.  [default: the one that selects]", show_default=False),
+        typer.Option(
+            help="Test metric of --controls.  [default: the one that selects]", show_default=False
+        ),
     ] = None,
     local: Annotated[
         str | None,
-        typer.Option(help="Method of the local variant, in place of the declared one.", show_default=False),
+        typer.Option(
+            help="Method of the local variant, in place of the declared one.", show_default=False
+        ),
     ] = None,
     local_sets: Annotated[
-        list[str] | None, typer.Option("--local-set", help="key=value of the method of --local. Repeatable.")
+        list[str] | None,
+        typer.Option("--local-set", help="key=value of the method of --local. Repeatable."),
     ] = None,
     backend: Annotated[
         Place | None,
         typer.Option(help="Where new runs run.  [default: as the run]", show_default=False),
     ] = None,
-    progress: Annotated[Shown, typer.Option(help="How the progress of new runs is shown.")] = Shown.auto,
+    progress: Annotated[
+        Shown, typer.Option(help="How the progress of new runs is shown.")
+    ] = Shown.auto,
     out: Annotated[Path, typer.Option(help="Folder of run directories.")] = Path("runs"),
 ) -> None:
-    """What left each domain, what an attacker makes of it, what it cost in privacy: one page in the run's directory.
+    """What left each domain, what an attacker makes of it, what it cost in privacy: one page in the
+    run's directory.
 
-    With --controls, the method runs with every domain alone: joint less solo is what is transferred. In further runs every
-    array that a node receives is replaced by noise, by its own rows shuffled, or by what came first; how much of the gain over
-    the local variant survives says what of it came with the messages.
+    With --controls, the method runs with every domain alone: joint less solo is what is
+    transferred. In further runs every array that a node receives is replaced by noise, by its own
+    rows shuffled, or by what came first; how much of the gain over the local variant survives says
+    what of it came with the messages.
     """
     from crossfed.platform.federation.runs import find_run
     from crossfed.platform.report.audit import CONTROLS as BLOCK
@@ -90,7 +105,12 @@ def audit(
 
 
 def _run_controls(
-    run_dir: Path, seeds: int, local: str | None, sets: list[str], backend: Place | None, progress: Shown
+    run_dir: Path,
+    seeds: int,
+    local: str | None,
+    sets: list[str],
+    backend: Place | None,
+    progress: Shown,
 ) -> list[Arm]:
     """All runs of --controls; an interrupt says how to go on."""
     from crossfed.platform.console import make_progress

@@ -1,4 +1,6 @@
-"""What the shell completes: methods, presets and runs. Nothing heavy is imported; see `crossfed --install-completion`."""
+"""What the shell completes: methods, presets and runs. Nothing heavy is imported; see
+`crossfed --install-completion`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ def method(incomplete: str) -> list[str]:
 
 def preset(incomplete: str) -> list[str]:
     """Presets of the method that the command line names; of all methods where it names none yet."""
-    # a line that ends in an option without its value is not parsed, so the words must do (bash; zsh and fish)
+    # a line that ends in an option without its value is not parsed, so the words must do (bash; zsh
+    # and fish)
     line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
     known = method_names()
     found: list[str] = []
@@ -31,7 +34,9 @@ def preset(incomplete: str) -> list[str]:
 
 
 def run(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Ids of the runs and studies in the folder of runs, newest first; of a path, the folders on it."""
+    """Ids of the runs and studies in the folder of runs, newest first; of a path, the folders on
+    it.
+    """
     head, slash, _ = incomplete.rpartition("/")
     folder = Path(head + slash) if slash else Path(ctx.params.get("out") or "runs")
     found: list[Path] = []

@@ -13,28 +13,39 @@ from crossfed.platform.cli.audit import Place, Shown
 
 def evaluate(
     run: Annotated[
-        str, typer.Argument(help="A finished run's directory, or its id in ./runs.", autocompletion=complete.run)
+        str,
+        typer.Argument(
+            help="A finished run's directory, or its id in ./runs.", autocompletion=complete.run
+        ),
     ],
     protocol: Annotated[
         str | None,
-        typer.Option(help="A protocol with the run's split.  [default: the run's]", show_default=False),
+        typer.Option(
+            help="A protocol with the run's split.  [default: the run's]", show_default=False
+        ),
     ] = None,
     sets: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", help="key=value; evaluation.ks, evaluation.metrics, or a method's key of ranking. Repeatable."
+            "--set",
+            help="key=value; evaluation.ks, evaluation.metrics, or a method's key of "
+            "ranking. Repeatable.",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the new run.  [default: beside the run]", show_default=False)
+        Path | None,
+        typer.Option(help="Folder of the new run.  [default: beside the run]", show_default=False),
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="Where the run's data are now, if they moved.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Where the run's data are now, if they moved.")
+    ] = None,
     backend: Annotated[
         Place | None, typer.Option(help="Where it runs.  [default: as the run]", show_default=False)
     ] = None,
     progress: Annotated[Shown, typer.Option(help="How progress is shown.")] = Shown.auto,
 ) -> None:
-    """Measure a finished run's selected model again, under another protocol, cut-offs or metrics; nothing is trained.
+    """Measure a finished run's selected model again, under another protocol, cut-offs or metrics;
+    nothing is trained.
 
     The new numbers lie in a run directory of their own, which every command reads like any run.
     """
@@ -48,7 +59,11 @@ def evaluate(
     started: list[Path] = []
 
     def hint() -> str:
-        return f"crossfed run --resume {started[0]} measures again." if started else "Nothing was left behind."
+        return (
+            f"crossfed run --resume {started[0]} measures again."
+            if started
+            else "Nothing was left behind."
+        )
 
     ending = terminable(hint)
     try:

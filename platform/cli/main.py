@@ -1,4 +1,6 @@
-"""The command line. A user's mistake is one sentence and exit code 2; a finished run prints the path of its result."""
+"""The command line. A user's mistake is one sentence and exit code 2; a finished run prints the
+path of its result.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,25 @@ from crossfed.platform.method import Release, Scope
 if TYPE_CHECKING:
     from crossfed.platform.data.store import PreparedData
 
-RUNNING, DATA, RESULTS, PLACES = "Run and search", "Data and methods", "Results", "Machines and tracking"
+RUNNING, DATA, RESULTS, PLACES = (
+    "Run and search",
+    "Data and methods",
+    "Results",
+    "Machines and tracking",
+)
 PANELS = {
     RUNNING: ("run", "tune", "tune-all"),
     DATA: ("methods", "data"),
-    RESULTS: ("compare", "report", "analyse", "figures", "recommend", "evaluate", "audit", "privacy"),
+    RESULTS: (
+        "compare",
+        "report",
+        "analyse",
+        "figures",
+        "recommend",
+        "evaluate",
+        "audit",
+        "privacy",
+    ),
     PLACES: ("ui", "replay", "doctor", "cluster", "submit"),
 }
 """The commands as `--help` shows them."""
@@ -47,7 +63,10 @@ class _InPanels(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         order = list(_PANEL)
-        return sorted(super().list_commands(ctx), key=lambda name: order.index(name) if name in order else len(order))
+        return sorted(
+            super().list_commands(ctx),
+            key=lambda name: order.index(name) if name in order else len(order),
+        )
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         command = super().get_command(ctx, cmd_name)
@@ -59,7 +78,8 @@ class _InPanels(TyperGroup):
 app = typer.Typer(
     name="crossfed",
     cls=_InPanels,
-    help="Federated cross-domain recommendation: train over domains that keep their interactions to themselves.",
+    help="Federated cross-domain recommendation: train over domains that keep their "
+    "interactions to themselves.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -122,7 +142,9 @@ class ControlOption(StrEnum):
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
     if version:
         typer.echo(f"crossfed {importlib.metadata.version('crossfed')}")
         raise typer.Exit
@@ -133,26 +155,36 @@ def run(
     method: Annotated[
         str | None,
         typer.Argument(
-            help="A method (see `crossfed methods`), package.module:ATTRIBUTE, or a run's YAML file.",
+            help="A method (see `crossfed methods`), package.module:ATTRIBUTE, or a run's YAML "
+            "file.",
             autocompletion=complete.method,
         ),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(help="Prepared data directory; without it, embedded synthetic shops.")
+        Path | None,
+        typer.Option(help="Prepared data directory; without it, embedded synthetic shops."),
     ] = None,
-    domains: Annotated[str | None, typer.Option(help="Comma-separated subset of the data's domains.")] = None,
+    domains: Annotated[
+        str | None, typer.Option(help="Comma-separated subset of the data's domains.")
+    ] = None,
     preset: Annotated[
-        str | None, typer.Option(help="One of the method's presets.", autocompletion=complete.preset)
+        str | None,
+        typer.Option(help="One of the method's presets.", autocompletion=complete.preset),
     ] = None,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", help="key=value; a method's key or a dotted key of the run. Repeatable."),
+        typer.Option(
+            "--set", help="key=value; a method's key or a dotted key of the run. Repeatable."
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the run.  [default: 0]", show_default=False)] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the run.  [default: 0]", show_default=False)
+    ] = None,
     out: Annotated[
         str | None,
         typer.Option(
-            help="Folder of run directories, or a URI (s3://bucket/prefix …) to which runs in ./runs are copied commit by "
+            help="Folder of run directories, or a URI (s3://bucket/prefix …) to which runs in "
+            "./runs are copied commit by "
             "commit.  [default: runs]",
             show_default=False,
         ),
@@ -160,28 +192,36 @@ def run(
     resume: Annotated[
         str | None,
         typer.Option(
-            help="An interrupted run's directory, id or URI, to continue; --data where its data moved.",
+            help="An interrupted run's directory, id or URI, to continue; --data where its "
+            "data moved.",
             autocompletion=complete.run,
         ),
     ] = None,
     backend: Annotated[
-        Backend | None, typer.Option(help="Ray actors, or one process.  [default: ray]", show_default=False)
+        Backend | None,
+        typer.Option(help="Ray actors, or one process.  [default: ray]", show_default=False),
     ] = None,
     control: Annotated[
         ControlOption | None,
         typer.Option(
-            help="Replace what is received, or (solo) let every domain be alone: what is transfer worth?",
+            help="Replace what is received, or (solo) let every domain be alone: what is "
+            "transfer worth?",
             show_default=False,
         ),
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="A running Ray cluster to join; without it a local one starts.")
+        str | None,
+        typer.Option(help="A running Ray cluster to join; without it a local one starts."),
     ] = None,
     tracking_uri: Annotated[
-        str | None, typer.Option(help="MLflow server or sqlite:/// URI; by default a database beside the runs.")
+        str | None,
+        typer.Option(
+            help="MLflow server or sqlite:/// URI; by default a database beside the runs."
+        ),
     ] = None,
     require_tracking: Annotated[
-        bool, typer.Option("--require-tracking", help="Fail when the MLflow server cannot be reached.")
+        bool,
+        typer.Option("--require-tracking", help="Fail when the MLflow server cannot be reached."),
     ] = False,
     progress: Annotated[View, typer.Option(help="How progress is shown.")] = View.auto,
 ) -> None:
@@ -196,7 +236,8 @@ def run(
     if resume is not None:
         if method or domains or preset or sets or seed is not None or backend or control or address:
             raise CrossfedError(
-                "--resume continues a run as it was configured; give no method, domains, seed, --set or back end with it."
+                "--resume continues a run as it was configured; give no method, domains, seed, "
+                "--set or back end with it."
             )
         from crossfed.platform.federation.runs import fetch_run, find_run, stored_config
 
@@ -205,7 +246,9 @@ def run(
         config = stored_config(run_dir, data)
     else:
         if method is None:
-            raise CrossfedError("Name a method (see `crossfed methods`), a run's YAML file, or --resume RUN.")
+            raise CrossfedError(
+                "Name a method (see `crossfed methods`), a run's YAML file, or --resume RUN."
+            )
         run_dir = None
         config = build(
             method,
@@ -213,7 +256,9 @@ def run(
             sets=sets or [],
             values={
                 "data": data,
-                "domains": tuple(name.strip() for name in domains.split(",")) if domains is not None else None,
+                "domains": tuple(name.strip() for name in domains.split(","))
+                if domains is not None
+                else None,
                 "seed": seed,
                 "out": out,
                 "backend": backend.value if backend else None,
@@ -235,7 +280,9 @@ def run(
     ending = terminable(hint)
     try:
         with ending:
-            result = run_recorded(config, resume=run_dir, view=view, finish=test_once, started=started.append)
+            result = run_recorded(
+                config, resume=run_dir, view=view, finish=test_once, started=started.append
+            )
     except KeyboardInterrupt:
         ending.tell()
         raise typer.Exit(130) from None
@@ -245,10 +292,14 @@ def run(
 @app.command()
 def methods(
     name: Annotated[
-        str | None, typer.Argument(help="Show one method with its configuration.", autocompletion=complete.method)
+        str | None,
+        typer.Argument(
+            help="Show one method with its configuration.", autocompletion=complete.method
+        ),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="With a method: also the keys of the run that --set takes.")
+        bool,
+        typer.Option("--all", help="With a method: also the keys of the run that --set takes."),
     ] = False,
 ) -> None:
     """List the methods, and what each sends."""
@@ -258,7 +309,9 @@ def methods(
     console = Console()
     for found in [name] if name else method_names():
         method = find_method(found)
-        console.print(f"[bold]{method.name}[/]  {method.title}  [dim]({method.paper})[/]", highlight=False)
+        console.print(
+            f"[bold]{method.name}[/]  {method.title}  [dim]({method.paper})[/]", highlight=False
+        )
         if method.scope == Scope.LOCAL or not method.fields:
             console.print("  sends nothing: every domain trains alone")
         for field in method.fields:
@@ -286,13 +339,18 @@ def methods(
         if everything:
             for key, info in run_keys().items():
                 default = info.get_default(call_default_factory=True)
-                table.add_row(key, "none" if default is None else str(default), info.description or "")
+                table.add_row(
+                    key, "none" if default is None else str(default), info.description or ""
+                )
         console.print(table)
         if local := shipped.get("local"):
-            console.print(f"  local variant: {local.get('method', name)}", markup=False, highlight=False)
+            console.print(
+                f"  local variant: {local.get('method', name)}", markup=False, highlight=False
+            )
         if search := shipped.get("search"):
             console.print(
-                "  searched: " + "; ".join(f"{key} {_range(value)}" for key, value in search.items()),
+                "  searched: "
+                + "; ".join(f"{key} {_range(value)}" for key, value in search.items()),
                 markup=False,
                 highlight=False,
             )
@@ -301,8 +359,10 @@ def methods(
 def _released(release: Release) -> str:
     """One declared release, in words."""
     return (
-        f"{', '.join(release.keys)} in {release.stage}: {release.mechanism}, scale {release.scale:g}, "
-        f"{release.norm} sensitivity {release.sensitivity:g} of {release.unit}, {release.count} releases a message"
+        f"{', '.join(release.keys)} in {release.stage}: {release.mechanism}, scale "
+        f"{release.scale:g}, "
+        f"{release.norm} sensitivity {release.sensitivity:g} of {release.unit}, "
+        f"{release.count} releases a message"
         + ("" if release.mechanism == "gaussian" else f" of ε = {release.epsilon:g}")
         + f"; the paper counts ε = {release.per_round_epsilon:g} for all of it"
     )
@@ -318,11 +378,15 @@ def _range(entry: dict[str, Any]) -> str:
 @data_app.command()
 def prepare(
     spec: Annotated[
-        str, typer.Argument(help="A spec file, or the name of one that ships (see `crossfed data specs`).")
+        str,
+        typer.Argument(
+            help="A spec file, or the name of one that ships (see `crossfed data specs`)."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Directory to make.")],
     sources: Annotated[
-        Path | None, typer.Option(help="Folder of the source files; by default the spec file's own.")
+        Path | None,
+        typer.Option(help="Folder of the source files; by default the spec file's own."),
     ] = None,
 ) -> None:
     """Turn source files into a prepared data directory: Parquet per domain and a manifest."""
@@ -334,7 +398,9 @@ def prepare(
 @data_app.command()
 def specs(
     name: Annotated[str | None, typer.Argument(help="Print one spec, to copy and change.")] = None,
-    keys: Annotated[bool, typer.Option("--keys", help="Every key that a spec may hold, with its meaning.")] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="Every key that a spec may hold, with its meaning.")
+    ] = False,
 ) -> None:
     """List the specs that ship, with the public files they need and where those are published."""
     from crossfed.platform.data.prepare import keys as spec_keys
@@ -344,7 +410,13 @@ def specs(
     if keys:
         for place, rows in spec_keys().items():
             shown = Table(
-                "key", "default", "meaning", title=place, title_justify="left", box=None, padding=(0, 2, 0, 0)
+                "key",
+                "default",
+                "meaning",
+                title=place,
+                title_justify="left",
+                box=None,
+                padding=(0, 2, 0, 0),
             )
             shown.columns[0].no_wrap = True
             for row in rows:
@@ -368,7 +440,8 @@ def specs(
 
 @data_app.command()
 def stats(directory: Annotated[Path, typer.Argument(help="A prepared data directory.")]) -> None:
-    """Users, items, interactions, average length, density and overlap of a prepared data directory."""
+    """Users, items, interactions, average length, density and overlap of a prepared data directory.
+    """
     from crossfed.platform.data.store import PreparedData
 
     _stats_table(PreparedData.open(directory))
@@ -378,7 +451,10 @@ def _stats_table(prepared: PreparedData) -> None:
     from crossfed.platform.data.stats import overlaps, table
 
     console = Console(highlight=False)
-    shown = Table(title=f"{prepared.path.name}{' (synthetic)' if prepared.synthetic else ''}", title_justify="left")
+    shown = Table(
+        title=f"{prepared.path.name}{' (synthetic)' if prepared.synthetic else ''}",
+        title_justify="left",
+    )
     for column in ("domain", "users", "items", "interactions", "length", "density", "without text"):
         shown.add_column(column, justify="left" if column == "domain" else "right")
     for row in table(prepared):
@@ -388,7 +464,10 @@ def _stats_table(prepared: PreparedData) -> None:
         )  # fmt: skip
     console.print(shown)
     for shared in overlaps(prepared):
-        console.print(f"users in {' and '.join(shared.domains)}: {shared.users:,} ({shared.ratio:.1%} of all in them)")
+        console.print(
+            f"users in {' and '.join(shared.domains)}: {shared.users:,} "
+            f"({shared.ratio:.1%} of all in them)"
+        )
 
 
 @data_app.command()
@@ -400,15 +479,25 @@ def synth(
     domains: Annotated[int | None, typer.Option(min=1, help="Number of domains.")] = None,
     users: Annotated[int | None, typer.Option(min=20, help="Users per domain.")] = None,
     items: Annotated[int | None, typer.Option(min=20, help="Items per domain.")] = None,
-    interactions_per_user: Annotated[float | None, typer.Option(min=5, help="Mean interactions per user.")] = None,
-    overlap: Annotated[float | None, typer.Option(min=0, max=1, help="Share of users found in every domain.")] = None,
+    interactions_per_user: Annotated[
+        float | None, typer.Option(min=5, help="Mean interactions per user.")
+    ] = None,
+    overlap: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Share of users found in every domain.")
+    ] = None,
     shared: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Share of tastes common to all domains; at 0 nothing transfers.")
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Share of tastes common to all domains; at 0 nothing transfers."
+        ),
     ] = None,
     smallest: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Users of the last domain, as a share of the others'.")
+        float | None,
+        typer.Option(min=0, max=1, help="Users of the last domain, as a share of the others'."),
     ] = None,
-    taste_in_text: Annotated[bool, typer.Option(help="Whether an item's text tells its taste.")] = True,
+    taste_in_text: Annotated[
+        bool, typer.Option(help="Whether an item's text tells its taste.")
+    ] = True,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the generator.")] = 0,
 ) -> None:
     """Generate synthetic shops whose users' interests are shared across domains."""
@@ -418,15 +507,22 @@ def synth(
         "domains": domains, "users": users, "items": items, "interactions_per_user": interactions_per_user, "overlap": overlap,
         "shared": shared, "smallest": smallest, "taste_in_text": taste_in_text,
     }  # fmt: skip
-    chosen = {**PRESETS[size.value], **{key: value for key, value in given.items() if value is not None}}
+    chosen = {
+        **PRESETS[size.value],
+        **{key: value for key, value in given.items() if value is not None},
+    }
     _stats_table(generate(out, **chosen, seed=seed))
 
 
 @app.command()
 def ui(
     out: Out = RUNS,
-    uri: Annotated[str | None, typer.Option(help="The store to show; by default the database beside the runs.")] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on the loopback interface.")] = 5000,
+    uri: Annotated[
+        str | None, typer.Option(help="The store to show; by default the database beside the runs.")
+    ] = None,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Port on the loopback interface.")
+    ] = 5000,
 ) -> None:
     """Open the MLflow UI on the runs' store, on the loopback interface only."""
     from crossfed.platform.config.settings import TrackingSettings
@@ -437,11 +533,14 @@ def ui(
 
     store = resolve_uri(TrackingSettings(uri=uri), out)
     if store.startswith("http"):
-        raise CrossfedError(f"{store} is an MLflow server with a UI of its own; open it in a browser.")
+        raise CrossfedError(
+            f"{store} is an MLflow server with a UI of its own; open it in a browser."
+        )
     database = sqlite_path(store) if store.startswith("sqlite") else None
     if database is not None and not database.exists():
         raise CrossfedError(
-            f"There is no tracking database {database}; start a run first, or name the folder with --out."
+            f"There is no tracking database {database}; start a run first, or name the folder "
+            f"with --out."
         )
     if left := abandoned.close(out, store):
         typer.echo(abandoned.sentence(left, out))
@@ -450,28 +549,49 @@ def ui(
     for name, link in pages.items():
         typer.echo(f"{name}: {link}")
     typer.echo(f"MLflow UI on {address}, in some seconds (Ctrl-C ends it)")
-    mlflow_ui.serve(store, ((database.parent if database is not None else out) / "mlartifacts").absolute(), port)
+    mlflow_ui.serve(
+        store, ((database.parent if database is not None else out) / "mlartifacts").absolute(), port
+    )
 
 
 @app.command()
 def privacy(
-    run: Annotated[str, typer.Argument(help="A run's directory or id, finished or not.", autocompletion=complete.run)],
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="A run's directory or id, finished or not.", autocompletion=complete.run
+        ),
+    ],
     out: Out = RUNS,
 ) -> None:
-    """What a run's perturbed messages cost: every release with its parameters, and the totals by domain."""
+    """What a run's perturbed messages cost: every release with its parameters, and the totals by
+    domain.
+    """
     from crossfed.platform.federation.privacy import summary
     from crossfed.platform.federation.runs import find_run, privacy_account
 
     block, console = privacy_account(find_run(run, out)), Console(highlight=False)
     shown = Table(title="perturbed releases by sender", title_justify="left")
-    for column in ("sender", "stage", "keys", "noise", "sensitivity", "ε per release", "messages", "releases"):
-        shown.add_column(column, justify="left" if column in ("sender", "stage", "keys", "noise") else "right")
+    for column in (
+        "sender",
+        "stage",
+        "keys",
+        "noise",
+        "sensitivity",
+        "ε per release",
+        "messages",
+        "releases",
+    ):
+        shown.add_column(
+            column, justify="left" if column in ("sender", "stage", "keys", "noise") else "right"
+        )
     for column in ("ε, paper", "ε, whole"):
         shown.add_column(column, justify="right")
     for name, row in block["domains"].items():
         for line in row["releases"]:
             shown.add_row(
-                name, line["stage"], "\n".join(line["keys"]), f"{line['mechanism']} {line['scale']:g}",
+                name, line["stage"], "\n".join(line["keys"]), f"{line['mechanism']} "
+                                                              f"{line['scale']:g}",
                 f"{line['norm']} {line['sensitivity']:g}", "–" if line["epsilon"] is None else f"{line['epsilon']:g}",
                 str(line["messages"]), f"{line['messages']} × {line['count']}", f"{line['epsilon_paper']:g}",
                 f"{line['epsilon_whole']:g}",
@@ -484,9 +604,13 @@ def privacy(
 
 @app.command()
 def replay(
-    run: Annotated[str, typer.Argument(help="A run's directory or id.", autocompletion=complete.run)],
+    run: Annotated[
+        str, typer.Argument(help="A run's directory or id.", autocompletion=complete.run)
+    ],
     out: Out = RUNS,
-    uri: Annotated[str | None, typer.Option(help="Where to; by default where the run wanted to be tracked.")] = None,
+    uri: Annotated[
+        str | None, typer.Option(help="Where to; by default where the run wanted to be tracked.")
+    ] = None,
 ) -> None:
     """Send what a run could not tell its MLflow server while that was away."""
     from crossfed.platform.federation.runs import find_run
@@ -515,7 +639,8 @@ def main() -> None:
 def entry() -> None:
     """The `crossfed` program: `main`, and after an interrupt an end without the interpreter's own.
 
-    Ray's threads can crash an interpreter that ends in the middle of Ray's start; all is told and saved by then.
+    Ray's threads can crash an interpreter that ends in the middle of Ray's start; all is told and
+    saved by then.
     """
     own_process()
     try:

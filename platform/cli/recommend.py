@@ -1,4 +1,6 @@
-"""`crossfed recommend`: what a finished run recommends to a user, in words. To be run where the domain's data is."""
+"""`crossfed recommend`: what a finished run recommends to a user, in words. To be run where the
+domain's data is.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ ROOM = 16
 
 
 def recommend(
-    run: Annotated[str, typer.Argument(help="A finished run's directory or id.", autocompletion=complete.run)],
+    run: Annotated[
+        str, typer.Argument(help="A finished run's directory or id.", autocompletion=complete.run)
+    ],
     domain: Annotated[str, typer.Option(help="The domain.")],
     user: Annotated[list[str], typer.Option(help="A user's id as in the source. Repeatable.")],
     k: Annotated[
@@ -28,11 +32,16 @@ def recommend(
         typer.Option("--k", "-k", min=1, help="How many items.  [default: 10]", show_default=False),
     ] = None,
     exclude_seen: Annotated[
-        bool, typer.Option("--exclude-seen", help="Leave out what the user has interacted with, in any split.")
+        bool,
+        typer.Option(
+            "--exclude-seen", help="Leave out what the user has interacted with, in any split."
+        ),
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder of run directories.")] = Path("runs"),
 ) -> None:
-    """Recommend items of one domain to its users, with their titles; an unknown user gets what ranks high for most."""
+    """Recommend items of one domain to its users, with their titles; an unknown user gets what
+    ranks high for most.
+    """
     from crossfed.platform.data.store import PreparedData
     from crossfed.platform.federation.run import resolve_data
     from crossfed.platform.federation.runs import find_run, stored_config
@@ -57,7 +66,8 @@ def recommend(
         known = "" if answer.known else ", unknown: what ranks high for most users"
         shown = Table(title=f"{domain}, user {answer.user}{known}", title_justify="left")
         scores = [f"{score:.4g}" for score in answer.scores]
-        # what the frame, rank and score leave; a title has a column of its own where it has some room in it
+        # what the frame, rank and score leave; a title has a column of its own where it has some
+        # room in it
         room = console.width - 10 - longest(["rank"]) - longest(["score", *scores])
         beside = room - 3 - longest(answer.items)
         shown.add_column("rank", justify="right", no_wrap=True)
@@ -65,7 +75,9 @@ def recommend(
         shown.add_column("score", justify="right", no_wrap=True)
         if beside >= ROOM:
             shown.add_column("title", no_wrap=True)
-        for rank, (item, row, score) in enumerate(zip(answer.items, answer.rows, scores, strict=True), 1):
+        for rank, (item, row, score) in enumerate(
+            zip(answer.items, answer.rows, scores, strict=True), 1
+        ):
             title = Text(titles[row], "" if beside >= ROOM else "dim")
             title.truncate(beside if beside >= ROOM else room, overflow="ellipsis")
             if beside >= ROOM:

@@ -1,4 +1,6 @@
-"""The commands that look at finished runs: tables, figures, pages. Nothing here trains or reads interactions."""
+"""The commands that look at finished runs: tables, figures, pages. Nothing here trains or reads
+interactions.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,14 @@ Sources = Annotated[
     typer.Argument(
         metavar="RUN|STUDY|QUERY...",
         autocompletion=complete.run,
-        help="Finished runs (directories, or ids below --out), folders of runs (all finished ones in them), studies "
+        help="Finished runs (directories, or ids below --out), folders of runs (all finished "
+        "ones in them), studies "
         "(their final runs), or mlflow:FILTER.",
     ),
 ]
 Uri = Annotated[
-    str | None, typer.Option(help="The MLflow store for mlflow:FILTER; by default the one beside the runs.")
+    str | None,
+    typer.Option(help="The MLflow store for mlflow:FILTER; by default the one beside the runs."),
 ]
 
 
@@ -59,31 +63,45 @@ def compare(
     runs: Sources,
     metric: Annotated[
         list[str] | None,
-        typer.Option(help="Metrics of the table. Repeatable.  [default: the one that selects, and NDCG beside it]"),
+        typer.Option(
+            help="Metrics of the table. Repeatable.  [default: the one that selects, "
+            "and NDCG beside it]"
+        ),
     ] = None,
     against: Annotated[
         list[str] | None,
         typer.Option(
-            help="Rows (or methods) that count as baselines. Repeatable.  [default: methods that exchange nothing]"
+            help="Rows (or methods) that count as baselines. Repeatable.  [default: methods "
+            "that exchange nothing]"
         ),
     ] = None,
-    split: Annotated[Split, typer.Option(help="Which split; only the test split is tested.")] = Split.test,
+    split: Annotated[
+        Split, typer.Option(help="Which split; only the test split is tested.")
+    ] = Split.test,
     floors: Annotated[
-        bool, typer.Option(help="Rows of popularity and, with sampled candidates, of chance below the table.")
+        bool,
+        typer.Option(
+            help="Rows of popularity and, with sampled candidates, of chance below the table."
+        ),
     ] = True,
     format: Annotated[
         Format | None,
         typer.Option(
-            help="Form of the table.  [default: by the ending of --out-file: .md, .tex, .csv, .html; a table in a "
+            help="Form of the table.  [default: by the ending of --out-file: .md, .tex, .csv, "
+            ".html; a table in a "
             "terminal, else md]",
             show_default=False,
         ),
     ] = None,
-    out_file: Annotated[Path | None, typer.Option(help="Write to a file instead of the terminal.")] = None,
+    out_file: Annotated[
+        Path | None, typer.Option(help="Write to a file instead of the terminal.")
+    ] = None,
     out: Out = RUNS,
     tracking_uri: Uri = None,
 ) -> None:
-    """Put finished runs into one table: mean ± deviation over seeds, the best and the second, what differences are worth."""
+    """Put finished runs into one table: mean ± deviation over seeds, the best and the second, what
+    differences are worth.
+    """
     from crossfed.platform.report.comparison import comparison
     from crossfed.platform.report.finished import gather
 
@@ -123,25 +141,34 @@ def _give(text: str, file: Path | None) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise CrossfedError(f"{file} cannot be written: {error.strerror}; choose another --out-file.") from error
+        raise CrossfedError(
+            f"{file} cannot be written: {error.strerror}; choose another --out-file."
+        ) from error
     typer.echo(f"{file}")
 
 
 def report(
     runs: Sources,
-    metric: Annotated[list[str] | None, typer.Option(help="Metrics of the table. Repeatable.")] = None,
-    against: Annotated[list[str] | None, typer.Option(help="Rows that count as baselines. Repeatable.")] = None,
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Metrics of the table. Repeatable.")
+    ] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help="Rows that count as baselines. Repeatable.")
+    ] = None,
     to: Annotated[
         Path | None,
         typer.Option(
-            help="The file to write.  [default: report.html in the study's folder, or in analyses below --out]",
+            help="The file to write.  [default: report.html in the study's folder, or in "
+            "analyses below --out]",
             show_default=False,
         ),
     ] = None,
     out: Out = RUNS,
     tracking_uri: Uri = None,
 ) -> None:
-    """Write one self-contained HTML page about finished runs or a study; a study's MLflow run gets it as an artifact."""
+    """Write one self-contained HTML page about finished runs or a study; a study's MLflow run gets
+    it as an artifact.
+    """
     from crossfed.platform.checkpoint import writing
     from crossfed.platform.report.finished import gather, study_folder
     from crossfed.platform.report.overview import overview
@@ -150,7 +177,9 @@ def report(
     studies = [folder for name in runs if (folder := study_folder(name, out)) is not None]
     file = to or (studies[0] if studies else out / "analyses") / "report.html"
     with gather(runs, out, tracking_uri) as finished:
-        text = overview(finished, metric or (), against or (), [_searched(folder) for folder in studies]).html()
+        text = overview(
+            finished, metric or (), against or (), [_searched(folder) for folder in studies]
+        ).html()
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
@@ -164,20 +193,33 @@ def _searched(folder: Path) -> Section:
     from crossfed.platform.report.page import Section
 
     text, grids = importlib.import_module("crossfed.tuning.report.tables").told(_study(folder))
-    pictures = sorted(path for path in (folder / "figures").glob("*.png") if not path.stem.startswith("slice_"))
-    return Section(f"Search {folder.name}", tuple(text), tuple(grids), tuple((path.stem, path) for path in pictures))
+    pictures = sorted(
+        path for path in (folder / "figures").glob("*.png") if not path.stem.startswith("slice_")
+    )
+    return Section(
+        f"Search {folder.name}",
+        tuple(text),
+        tuple(grids),
+        tuple((path.stem, path) for path in pictures),
+    )
 
 
 def _study(folder: Path) -> Any:
-    """A study's Optuna study. The room that searches is found by name: the platform does not import it."""
+    """A study's Optuna study. The room that searches is found by name: the platform does not import
+    it.
+    """
     return importlib.import_module("crossfed.tuning.study").Study.open(folder).optuna
 
 
 def figures(
-    run: Annotated[str, typer.Argument(help="A finished run's directory or id.", autocompletion=complete.run)],
+    run: Annotated[
+        str, typer.Argument(help="A finished run's directory or id.", autocompletion=complete.run)
+    ],
     out: Out = RUNS,
 ) -> None:
-    """Draw a run's figures again into its folder: curves, losses, diagnostics, bytes, cohorts, weights, prototypes."""
+    """Draw a run's figures again into its folder: curves, losses, diagnostics, bytes, cohorts,
+    weights, prototypes.
+    """
     from crossfed.platform.federation.privacy import read_lines
     from crossfed.platform.federation.runs import find_run
     from crossfed.platform.layout import RESULT
@@ -187,7 +229,9 @@ def figures(
 
     run_dir = find_run(run, out)
     if not (run_dir / RESULT).is_file():
-        raise CrossfedError(f"{run_dir} has not finished; crossfed run --resume {run_dir} goes on with it.")
+        raise CrossfedError(
+            f"{run_dir} has not finished; crossfed run --resume {run_dir} goes on with it."
+        )
     result = read_result(run_dir / RESULT)
     drawn = figures.run_figures(read_lines(run_dir / "history.jsonl"), result)
     drawn |= figures.model_figures(run_dir / "model", list(result["domains"]), result)
@@ -196,17 +240,22 @@ def figures(
         typer.echo(figures.save(figure, run_dir / "figures" / f"{name}.png"))
 
 
-# -- analyses ----------------------------------------------------------------------------------------------------
+# -- analyses --------------------------------------------------------------------------------------
 
 analyse_app = typer.Typer(
     no_args_is_help=True,
-    help="The papers' figures and tables, for finished runs of any method: each writes a PNG and the numbers behind it as CSV.",
+    help="The papers' figures and tables, for finished runs of any method: each writes a PNG "
+    "and the numbers behind it as CSV.",
 )
 Metric = Annotated[
-    str | None, typer.Option(help="The metric.  [default: the one that the runs select by]", show_default=False)
+    str | None,
+    typer.Option(
+        help="The metric.  [default: the one that the runs select by]", show_default=False
+    ),
 ]
 To = Annotated[
-    Path | None, typer.Option(help="Folder for the figure.  [default: analyses, in --out]", show_default=False)
+    Path | None,
+    typer.Option(help="Folder for the figure.  [default: analyses, in --out]", show_default=False),
 ]
 
 
@@ -228,14 +277,17 @@ def _draw(found: Analysis, to: Path | None, out: Path) -> None:
 def ablation(
     runs: Sources,
     key: Annotated[
-        str, typer.Option(help="The setting that switches parts off; its default is the whole method.")
+        str,
+        typer.Option(help="The setting that switches parts off; its default is the whole method."),
     ] = "ablation",
     metric: Annotated[list[str] | None, typer.Option(help="Metrics. Repeatable.")] = None,
     to: To = None,
     out: Out = RUNS,
     tracking_uri: Uri = None,
 ) -> None:
-    """One method with parts switched off against the whole: the table, and every difference with its interval."""
+    """One method with parts switched off against the whole: the table, and every difference with
+    its interval.
+    """
     from crossfed.platform.report import analyses
     from crossfed.platform.report.finished import gather
 
@@ -249,7 +301,8 @@ def cohorts(
     runs: Sources,
     metric: Metric = None,
     bounds: Annotated[
-        str, typer.Option(help="Largest number of training interactions of every cohort but the last.")
+        str,
+        typer.Option(help="Largest number of training interactions of every cohort but the last."),
     ] = "7,15",
     to: To = None,
     out: Out = RUNS,
@@ -262,7 +315,9 @@ def cohorts(
     try:
         ends = tuple(int(part) for part in bounds.split(","))
     except ValueError:
-        raise CrossfedError(f"--bounds {bounds!r} is no list of whole numbers; write 7,15.") from None
+        raise CrossfedError(
+            f"--bounds {bounds!r} is no list of whole numbers; write 7,15."
+        ) from None
     with gather(runs, out, tracking_uri) as finished:
         _draw(analyses.cohorts(finished, _metric(finished, metric), ends), to, out)
 
@@ -270,14 +325,18 @@ def cohorts(
 @analyse_app.command()
 def sensitivity(
     runs: Sources,
-    key: Annotated[str, typer.Option(help="The setting: a method's value, or a dotted key of the run.")],
+    key: Annotated[
+        str, typer.Option(help="The setting: a method's value, or a dotted key of the run.")
+    ],
     metric: Metric = None,
     split: Annotated[Split, typer.Option(help="Which split.")] = Split.test,
     to: To = None,
     out: Out = RUNS,
     tracking_uri: Uri = None,
 ) -> None:
-    """A metric against one setting: for runs that differ in it, or for the trials of one study (on validation)."""
+    """A metric against one setting: for runs that differ in it, or for the trials of one study (on
+    validation).
+    """
     from crossfed.platform.report import sensitivity as settings
     from crossfed.platform.report.finished import gather, study_folder
 
@@ -285,7 +344,11 @@ def sensitivity(
         _draw(_searched_setting(folder, key), to, out)
         return
     with gather(runs, out, tracking_uri) as finished:
-        _draw(settings.sensitivity(finished, key, _metric(finished, metric, split), split.value), to, out)
+        _draw(
+            settings.sensitivity(finished, key, _metric(finished, metric, split), split.value),
+            to,
+            out,
+        )
 
 
 def _searched_setting(folder: Path, key: str) -> Analysis:
@@ -295,7 +358,9 @@ def _searched_setting(folder: Path, key: str) -> Analysis:
     study = _study(folder)
     figure = importlib.import_module("crossfed.tuning.report.figures").sensitivity(study, key)
     if figure is None:
-        raise CrossfedError(f"The finished trials of {folder.name} have not at least two values of {key}.")
+        raise CrossfedError(
+            f"The finished trials of {folder.name} have not at least two values of {key}."
+        )
     grid = importlib.import_module("crossfed.tuning.report.tables").trials_table(study).grid()
     return Analysis(f"{file_name(folder.name)}-{file_name(key)}", figure, grid)
 
@@ -308,7 +373,9 @@ def sparsity(
     out: Out = RUNS,
     tracking_uri: Uri = None,
 ) -> None:
-    """A metric against the share of the training interactions that domains trained on (`evaluation.train_share`)."""
+    """A metric against the share of the training interactions that domains trained on
+    (`evaluation.train_share`).
+    """
     from crossfed.platform.report import sensitivity as settings
     from crossfed.platform.report.finished import gather
 
@@ -323,7 +390,9 @@ def sparsity(
 def utility(
     runs: Sources,
     metric: Metric = None,
-    counting: Annotated[str, typer.Option(help="How ε is counted: paper, whole or tight.")] = "whole",
+    counting: Annotated[
+        str, typer.Option(help="How ε is counted: paper, whole or tight.")
+    ] = "whole",
     to: To = None,
     out: Out = RUNS,
     tracking_uri: Uri = None,
@@ -343,7 +412,8 @@ def upload(
     target: Annotated[
         float | None,
         typer.Option(
-            help="Value of the metric to reach.  [default: 99 % of the weakest row's best]", show_default=False
+            help="Value of the metric to reach.  [default: 99 % of the weakest row's best]",
+            show_default=False,
         ),
     ] = None,
     to: To = None,
@@ -375,7 +445,10 @@ def time(
 
 @analyse_app.command()
 def weights(
-    run: Annotated[str, typer.Argument(help="A finished run whose server averages.", autocompletion=complete.run)],
+    run: Annotated[
+        str,
+        typer.Argument(help="A finished run whose server averages.", autocompletion=complete.run),
+    ],
     to: To = None,
     out: Out = RUNS,
     tracking_uri: Uri = None,
@@ -390,7 +463,9 @@ def weights(
 
 @analyse_app.command()
 def prototypes(
-    run: Annotated[str, typer.Argument(help="A finished run's directory or id.", autocompletion=complete.run)],
+    run: Annotated[
+        str, typer.Argument(help="A finished run's directory or id.", autocompletion=complete.run)
+    ],
     to: To = None,
     out: Out = RUNS,
 ) -> None:
@@ -405,11 +480,14 @@ def prototypes(
 
 @analyse_app.command("item-map")
 def item_map(
-    run: Annotated[str, typer.Argument(help="A finished run's directory or id.", autocompletion=complete.run)],
+    run: Annotated[
+        str, typer.Argument(help="A finished run's directory or id.", autocompletion=complete.run)
+    ],
     vectors: Annotated[
         list[str] | None,
         typer.Option(
-            help="What to map: an exported tensor, text (encoded where the cache has it not), or an array of the domains' state "
+            help="What to map: an exported tensor, text (encoded where the cache has it not), "
+            "or an array of the domains' state "
             "such as model.t_pre. Repeatable.  [default: items]",
             show_default=False,
         ),
@@ -418,7 +496,9 @@ def item_map(
         str | None, typer.Option(help="Centres to draw with them, e.g. centres or model.centres.")
     ] = None,
     layout: Annotated[str, typer.Option(help="tsne, or umap where it is installed.")] = "tsne",
-    per_domain: Annotated[int, typer.Option(min=2, help="Items drawn of each domain at most.")] = 500,
+    per_domain: Annotated[
+        int, typer.Option(min=2, help="Items drawn of each domain at most.")
+    ] = 500,
     to: To = None,
     out: Out = RUNS,
 ) -> None:
@@ -427,4 +507,6 @@ def item_map(
     from crossfed.platform.report.finished import gather
 
     with gather([run], out) as finished:
-        _draw(maps.item_map(finished[0], vectors or ("items",), centres, layout, per_domain), to, out)
+        _draw(
+            maps.item_map(finished[0], vectors or ("items",), centres, layout, per_domain), to, out
+        )

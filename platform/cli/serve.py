@@ -31,7 +31,8 @@ def serve(
             probe.bind((host, port))
     except OSError as error:
         raise CrossfedError(
-            f"{host}:{port} cannot be listened on ({error.strerror or error}); choose another --port or --host."
+            f"{host}:{port} cannot be listened on ({error.strerror or error}); choose another "
+            f"--port or --host."
         ) from error
     shown = f"[{host}]" if ":" in host else host
     typer.echo(f"{domain} of {run_dir.name} on http://{shown}:{port}/invocations (Ctrl-C ends it)")

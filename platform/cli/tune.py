@@ -1,4 +1,6 @@
-"""The commands that search. What searches is found by name at run time, as methods are: the platform does not import it."""
+"""The commands that search. What searches is found by name at run time, as methods are: the
+platform does not import it.
+"""
 
 from __future__ import annotations
 
@@ -61,63 +63,103 @@ class _StartByDefault(TyperGroup):
 tune_app = typer.Typer(
     cls=_StartByDefault,
     no_args_is_help=True,
-    help="Search a method's hyperparameters over whole federated runs: crossfed tune METHOD [OPTIONS] starts a study.",
+    help="Search a method's hyperparameters over whole federated runs: crossfed tune METHOD "
+    "[OPTIONS] starts a study.",
 )
 
-Data = Annotated[Path | None, typer.Option(help="Prepared data directory; without it, embedded synthetic shops.")]
+Data = Annotated[
+    Path | None, typer.Option(help="Prepared data directory; without it, embedded synthetic shops.")
+]
 Domains = Annotated[str | None, typer.Option(help="Comma-separated subset of the data's domains.")]
 Trials = Annotated[int, typer.Option(help="Trials in all; the first has the paper's setting.")]
-Concurrent = Annotated[int | None, typer.Option(help="Trials at once; by default as many as fit the cluster.")]
+Concurrent = Annotated[
+    int | None, typer.Option(help="Trials at once; by default as many as fit the cluster.")
+]
 Objectives = Annotated[
     list[str] | None,
     typer.Option(
         "--objective",
-        help="mean (default), worst or domain:NAME of the selecting validation metric; epsilon, bytes. Repeatable.",
+        help="mean (default), worst or domain:NAME of the selecting validation metric; "
+        "epsilon, bytes. Repeatable.",
     ),
 ]
-MaxRounds = Annotated[int | None, typer.Option(help="Rounds of a trial at most; the winner is run again in full.")]
-Budget = Annotated[str | None, typer.Option("--time-budget", help="End the search after so long: 90s, 30m, 2h.")]
-Seeds = Annotated[int, typer.Option(help="Seeds of the winner's final runs, which read the test split; 0: none.")]
+MaxRounds = Annotated[
+    int | None, typer.Option(help="Rounds of a trial at most; the winner is run again in full.")
+]
+Budget = Annotated[
+    str | None, typer.Option("--time-budget", help="End the search after so long: 90s, 30m, 2h.")
+]
+Seeds = Annotated[
+    int, typer.Option(help="Seeds of the winner's final runs, which read the test split; 0: none.")
+]
 SamplerOption = Annotated[Sampler, typer.Option(help="Optuna's sampler.")]
 PrunerOption = Annotated[
     Pruner | None,
     typer.Option(
-        help="Rule that stops trials by their rounds.  [default: asha; none with several objectives]",
+        help="Rule that stops trials by their rounds.  [default: asha; none with several "
+        "objectives]",
         show_default=False,
     ),
 ]
-Grace = Annotated[int | None, typer.Option(help="Rounds before which nothing is stopped; by default past stage one.")]
+Grace = Annotated[
+    int | None,
+    typer.Option(help="Rounds before which nothing is stopped; by default past stage one."),
+]
 Reduction = Annotated[
     int | None,
-    typer.Option(help="asha: one trial in so many goes on at each rung.  [default: 2]", show_default=False),
+    typer.Option(
+        help="asha: one trial in so many goes on at each rung.  [default: 2]", show_default=False
+    ),
 ]
 Changes = Annotated[
     list[str] | None,
-    typer.Option("--search", help="Change the space: K=[10,20], 'lr={low: 1e-4, high: 1e-2, log: true}', alpha=null."),
+    typer.Option(
+        "--search",
+        help="Change the space: K=[10,20], 'lr={low: 1e-4, high: 1e-2, log: true}', alpha=null.",
+    ),
 ]
-Space = Annotated[Path | None, typer.Option(help="Change the space by a YAML file in the form of a search: block.")]
+Space = Annotated[
+    Path | None,
+    typer.Option(help="Change the space by a YAML file in the form of a search: block."),
+]
 Retries = Annotated[int, typer.Option(help="How often a trial whose process dies is run again.")]
-Storage = Annotated[str | None, typer.Option(help="Optuna storage URL; by default SQLite in the study's folder.")]
+Storage = Annotated[
+    str | None, typer.Option(help="Optuna storage URL; by default SQLite in the study's folder.")
+]
 Preset = Annotated[
     str | None,
-    typer.Option(help="One of the method's presets, for the first trial.", autocompletion=complete.preset),
+    typer.Option(
+        help="One of the method's presets, for the first trial.", autocompletion=complete.preset
+    ),
 ]
 Sets = Annotated[
-    list[str] | None, typer.Option("--set", help="key=value for all trials, as in `crossfed run`. Repeatable.")
+    list[str] | None,
+    typer.Option("--set", help="key=value for all trials, as in `crossfed run`. Repeatable."),
 ]
 Seed = Annotated[
-    int | None, typer.Option(help="Seed of the trials' runs and of the sampler.  [default: 0]", show_default=False)
+    int | None,
+    typer.Option(
+        help="Seed of the trials' runs and of the sampler.  [default: 0]", show_default=False
+    ),
 ]
 NewOut = Annotated[
     Path | None,
-    typer.Option(help="Folder of run directories; the study gets one in it.  [default: runs]", show_default=False),
+    typer.Option(
+        help="Folder of run directories; the study gets one in it.  [default: runs]",
+        show_default=False,
+    ),
 ]
 OutOption = Annotated[Path, typer.Option(help="Folder of run directories, with the study's in it.")]
-Address = Annotated[str | None, typer.Option(help="A running Ray cluster to join; without it a local one starts.")]
-Uri = Annotated[
-    str | None, typer.Option(help="MLflow server or sqlite:/// URI; by default a database beside the runs.")
+Address = Annotated[
+    str | None, typer.Option(help="A running Ray cluster to join; without it a local one starts.")
 ]
-Require = Annotated[bool, typer.Option("--require-tracking", help="Fail when the MLflow server cannot be reached.")]
+Uri = Annotated[
+    str | None,
+    typer.Option(help="MLflow server or sqlite:/// URI; by default a database beside the runs."),
+]
+Require = Annotated[
+    bool, typer.Option("--require-tracking", help="Fail when the MLflow server cannot be reached.")
+]
 Name = Annotated[str, typer.Argument(help="A study's name or folder.", autocompletion=complete.run)]
 
 
@@ -138,7 +180,8 @@ class Shown(StrEnum):
 Backend = Annotated[
     Place | None,
     typer.Option(
-        help="Nodes of a trial as Ray actors, or all in the trial's process.  [default: ray]", show_default=False
+        help="Nodes of a trial as Ray actors, or all in the trial's process.  [default: ray]",
+        show_default=False,
     ),
 ]
 View = Annotated[Shown, typer.Option(help="How progress is shown.")]
@@ -189,7 +232,9 @@ def _base(
         sets=sets or [],
         values={
             "data": data,
-            "domains": tuple(name.strip() for name in domains.split(",")) if domains is not None else None,
+            "domains": tuple(name.strip() for name in domains.split(","))
+            if domains is not None
+            else None,
             "seed": seed,
             "out": out,
             "backend": backend.value if backend else None,
@@ -224,7 +269,8 @@ def _finals(summary: dict[str, Any]) -> list[str]:
             for split, row in splits.items()
         ]
         lines.append(
-            f"final      {name}: {summary['metric']}: {', '.join(parts)}  ({many} seed{'s' * (many > 1)}, "
+            f"final      {name}: {summary['metric']}: {', '.join(parts)}  ({many} "
+            f"seed{'s' * (many > 1)}, "
             f"{summary['protocol']}, {summary['candidates'][name]})"
         )
     return lines
@@ -244,7 +290,11 @@ def _run(call: Any, hint: Callable[[], str]) -> Any:
 def _kept(folder: Path) -> str:
     """How to go on with a study that was interrupted."""
     known = (folder / _study().STUDY).is_file()
-    return f"What was committed stays: crossfed tune resume {folder}" if known else "The study had not begun."
+    return (
+        f"What was committed stays: crossfed tune resume {folder}"
+        if known
+        else "The study had not begun."
+    )
 
 
 @tune_app.command("start")
@@ -252,7 +302,8 @@ def start(
     method: Annotated[
         str,
         typer.Argument(
-            help="A method, package.module:ATTRIBUTE, or a run's YAML file.", autocompletion=complete.method
+            help="A method, package.module:ATTRIBUTE, or a run's YAML file.",
+            autocompletion=complete.method,
         ),
     ],
     data: Data = None,
@@ -260,7 +311,9 @@ def start(
     preset: Preset = None,
     sets: Sets = None,
     trials: Trials = 20,
-    study: Annotated[str | None, typer.Option(help="The study's name; by default method, data and time.")] = None,
+    study: Annotated[
+        str | None, typer.Option(help="The study's name; by default method, data and time.")
+    ] = None,
     concurrent: Concurrent = None,
     objectives: Objectives = None,
     max_rounds: MaxRounds = None,
@@ -282,9 +335,24 @@ def start(
     require_tracking: Require = False,
     progress: View = Shown.plain,
 ) -> None:
-    """Start a study: trials by the sampler, stopped by the rule, then the winner in full over the seeds."""
-    base = _base(method, preset, sets, data, domains, seed, out, backend, address, tracking_uri, require_tracking)
-    from crossfed.platform.federation.final import test_once  # after what is wrong has been told: it takes seconds
+    """Start a study: trials by the sampler, stopped by the rule, then the winner in full over the
+    seeds.
+    """
+    base = _base(
+        method,
+        preset,
+        sets,
+        data,
+        domains,
+        seed,
+        out,
+        backend,
+        address,
+        tracking_uri,
+        require_tracking,
+    )
+    # after what is wrong has been told: it takes seconds
+    from crossfed.platform.federation.final import test_once
 
     spaces = importlib.import_module("crossfed.tuning.space")
     name = study or _default_name(base)
@@ -306,7 +374,10 @@ def start(
         changes=spaces.changes(space, changes or []),
     )
     view = _view(progress)
-    found = _run(lambda: _search().start(search, base, finish=test_once, view=view), lambda: _kept(base.out / name))
+    found = _run(
+        lambda: _search().start(search, base, finish=test_once, view=view),
+        lambda: _kept(base.out / name),
+    )
     _told(found, progress is Shown.quiet)
 
 
@@ -320,7 +391,9 @@ def _default_name(base: RunConfig) -> str:
 
 @tune_app.command("resume")
 def resume(name: Name, out: OutOption = Path("runs"), progress: View = Shown.plain) -> None:
-    """Go on with an interrupted study: its running trials from their last committed round, then the rest."""
+    """Go on with an interrupted study: its running trials from their last committed round, then the
+    rest.
+    """
     from crossfed.platform.federation.final import test_once
 
     _go_on(name, out, progress, finish=test_once)
@@ -329,7 +402,10 @@ def resume(name: Name, out: OutOption = Path("runs"), progress: View = Shown.pla
 def _go_on(name: str, out: Path, progress: Shown, **how: Any) -> None:
     folder, view = _study().find_study(name, out), _view(progress)
     study = _study().Study.open(folder)
-    _told(_run(lambda: _search().go_on(study, view=view, **how), lambda: _kept(folder)), progress is Shown.quiet)
+    _told(
+        _run(lambda: _search().go_on(study, view=view, **how), lambda: _kept(folder)),
+        progress is Shown.quiet,
+    )
 
 
 @tune_app.command("extend")
@@ -347,21 +423,28 @@ def extend(
 
 @tune_app.command("show")
 def show(name: Name, out: OutOption = Path("runs")) -> None:
-    """Show a study: trials, best, importance of the settings, Pareto front, the winner's final runs."""
+    """Show a study: trials, best, importance of the settings, Pareto front, the winner's final
+    runs.
+    """
     from crossfed.platform.checkpoint import read_json
     from crossfed.platform.tracking import abandoned
 
     study = _study().Study.open(_study().find_study(name, out))
     if not abandoned.in_use(study.folder) and not study.over():
         abandoned.close(study.folder.parent, study.base.tracking.uri, study.folder)
-        typer.echo(f"interrupted: nobody works on this study; crossfed tune resume {study.folder} goes on with it")
+        typer.echo(
+            f"interrupted: nobody works on this study; crossfed tune resume "
+            f"{study.folder} goes on with it"
+        )
     _console().print(importlib.import_module("crossfed.tuning.report.tables").show(study.optuna))
     summary = study.folder / "study.json"
     if summary.is_file():
         try:
             lines = _finals(read_json(summary))
         except (CrossfedError, KeyError, TypeError, AttributeError):
-            raise CrossfedError(f"{summary} is damaged; crossfed tune resume {study.folder} writes it again.") from None
+            raise CrossfedError(
+                f"{summary} is damaged; crossfed tune resume {study.folder} writes it again."
+            ) from None
         for line in lines:
             typer.echo(line)
 
@@ -370,13 +453,19 @@ def show(name: Name, out: OutOption = Path("runs")) -> None:
 def dashboard(
     name: Name,
     out: OutOption = Path("runs"),
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port on the loopback interface.")] = 8080,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="Port on the loopback interface.")
+    ] = 8080,
 ) -> None:
-    """Open Optuna's dashboard on a study, also while it runs: live plots, on the loopback interface only."""
+    """Open Optuna's dashboard on a study, also while it runs: live plots, on the loopback interface
+    only.
+    """
     try:
         from optuna_dashboard import run_server
     except ImportError:
-        raise CrossfedError("optuna-dashboard is not installed: pip install 'crossfed[dashboard]'.") from None
+        raise CrossfedError(
+            "optuna-dashboard is not installed: pip install 'crossfed[dashboard]'."
+        ) from None
     study = _study().Study.open(_study().find_study(name, out))
     typer.echo(f"Optuna dashboard on http://127.0.0.1:{port} (Ctrl-C ends it)")
     run_server(study.optuna._storage, host="127.0.0.1", port=port)
@@ -388,10 +477,14 @@ def tune_all(
     domains: Domains = None,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", help="key=value of the run (not of a method) for all methods. Repeatable."),
+        typer.Option(
+            "--set", help="key=value of the run (not of a method) for all methods. Repeatable."
+        ),
     ] = None,
     trials: Trials = 20,
-    study: Annotated[str | None, typer.Option(help="Name that the studies share; by default data and time.")] = None,
+    study: Annotated[
+        str | None, typer.Option(help="Name that the studies share; by default data and time.")
+    ] = None,
     concurrent: Concurrent = None,
     max_rounds: MaxRounds = None,
     time_budget: Budget = None,
@@ -408,7 +501,9 @@ def tune_all(
     require_tracking: Require = False,
     progress: View = Shown.plain,
 ) -> None:
-    """Tune several methods alike: the same trials and rule for each, winners in full over the seeds, and what each cost."""
+    """Tune several methods alike: the same trials and rule for each, winners in full over the
+    seeds, and what each cost.
+    """
     from crossfed.platform.federation.final import test_once
 
     names = [name.strip() for name in methods.split(",") if name.strip()]
@@ -416,10 +511,25 @@ def tune_all(
         raise CrossfedError(f"Name each method once; got {methods!r}.")
     if seeds < 1:
         raise CrossfedError("tune-all compares test metrics: --seeds must be at least 1.")
-    shared = study or f"all-{data.name if data else 'synthetic'}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}"
+    shared = (
+        study
+        or f"all-{data.name if data else 'synthetic'}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}"
+    )
     asked = {}
     for method in names:
-        base = _base(method, None, sets, data, domains, seed, out, backend, address, tracking_uri, require_tracking)
+        base = _base(
+            method,
+            None,
+            sets,
+            data,
+            domains,
+            seed,
+            out,
+            backend,
+            address,
+            tracking_uri,
+            require_tracking,
+        )
         search = _study().checked_search(
             name=f"{shared}-{re.sub(r'[^A-Za-z0-9]+', '_', method)}",
             trials=trials,

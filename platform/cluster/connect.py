@@ -1,4 +1,6 @@
-"""Ray: connect or start, refuse in seconds what cannot be placed, reserve one bundle per node, choose the device."""
+"""Ray: connect or start, refuse in seconds what cannot be placed, reserve one bundle per node,
+choose the device.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from crossfed.platform.method import SERVER
 from crossfed.platform.uris import home
 
 SERVER_RESOURCE = "crossfed_server"
-"""Ray's custom resource by which machines are set aside for server actors (cluster.yaml gives it to the head)."""
+"""Ray's custom resource by which machines are set aside for server actors (cluster.yaml gives it to
+the head).
+"""
 SLOT = 0.001
 """Of one unit of it per server actor: a machine that has one takes a thousand."""
 
@@ -38,7 +42,8 @@ class Share:
     """What one node's actor reserves.
 
     Args:
-        slot: of `SERVER_RESOURCE`, which keeps the server actor on the machines that have it; 0 for everyone else.
+        slot: of `SERVER_RESOURCE`, which keeps the server actor on the machines that have it; 0 for
+            everyone else.
     """
 
     cpus: float
@@ -52,10 +57,11 @@ class Share:
 
 
 def connect(resources: Resources) -> bool:
-    """Join the cluster at `resources.address`, or start a local one; True when this call started or joined it.
+    """Join the cluster at `resources.address`, or start a local one; True when this call started or
+    joined it.
 
-    A local cluster listens on the loopback interface and gets token authentication with a fresh token that lives in this
-    process and its workers only.
+    A local cluster listens on the loopback interface and gets token authentication with a fresh
+    token that lives in this process and its workers only.
 
     Raises:
         CrossfedError: no cluster answers at the address, or a local one does not come up.
@@ -72,30 +78,39 @@ def connect(resources: Resources) -> bool:
         except (OSError, ValueError, RuntimeError) as error:
             raise _unreachable(resources.address, " ".join(str(error).split())) from error
         return True
-    # Ray turns token authentication on for a new local cluster. A token of our own keeps it from writing one to the home
+    # Ray turns token authentication on for a new local cluster. A token of our own keeps it from
+    # writing one to the home
     # directory; it is drawn once per process, because Ray reads it once per process.
     if not os.environ.get("RAY_AUTH_TOKEN"):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         AuthenticationTokenLoader.instance().reset_cache()  # an attempt to join may have found none
     try:
         with _no_address(), _loopback(), _apart(), _terminable():
-            ray.init(address="local", include_dashboard=False, **quiet)  # without it, what `ray start` left is joined
-    except Exception as error:  # Ray raises nothing narrower where its processes do not come up in time
+            # without it, what `ray start` left is joined
+            ray.init(address="local", include_dashboard=False, **quiet)
+    # Ray raises nothing narrower where its processes do not come up in time
+    except Exception as error:
         reason = str(error).splitlines()[0]
         raise CrossfedError(
-            f"No local Ray cluster could be started: {reason} Wait until the machine is less busy, or use --backend inprocess."
+            f"No local Ray cluster could be started: {reason} Wait until the machine is less "
+            f"busy, or use --backend inprocess."
         ) from error
     return True
 
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM end the start of Ray as Ctrl-C does, and leave it to its handler of before afterwards.
+    """Let SIGTERM end the start of Ray as Ctrl-C does, and leave it to its handler of before
+    afterwards.
 
-    Ray takes the signal for itself: while it starts, SIGTERM raises SystemExit; then its core prints a crash report first.
+    Ray takes the signal for itself: while it starts, SIGTERM raises SystemExit; then its core
+    prints a crash report first.
     """
     main = threading.current_thread() is threading.main_thread()
-    handler, reports = signal.getsignal(signal.SIGTERM), ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER
+    handler, reports = (
+        signal.getsignal(signal.SIGTERM),
+        ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER,
+    )
     ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
     try:
         yield
@@ -108,25 +123,34 @@ def _terminable() -> Iterator[None]:
 
 
 _PATIENCE = 5.0
-"""Seconds for each step of finding out whether a cluster answers; Ray's own attempts take up to a minute."""
+"""Seconds for each step of finding out whether a cluster answers; Ray's own attempts take up to a
+minute.
+"""
 
 
 def reach(address: str) -> None:
     """Whether a Ray cluster answers at an address and takes our token, in seconds.
 
-    A process that joins authenticates where a token is at hand (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, `~/.ray/auth_token`)
-    and RAY_AUTH_MODE does not say otherwise; Ray by itself does that in processes that start a cluster only.
+    A process that joins authenticates where a token is at hand (RAY_AUTH_TOKEN,
+    RAY_AUTH_TOKEN_PATH, `~/.ray/auth_token`) and RAY_AUTH_MODE does not say otherwise; Ray by
+    itself does that in processes that start a cluster only.
 
     Args:
         address: as `ray.init` takes it: `host:port`, `auto` or `ray://host:port`.
 
     Raises:
-        CrossfedError: nothing listens there, what listens is no Ray, or the cluster refuses our token.
+        CrossfedError: nothing listens there, what listens is no Ray, or the cluster refuses our
+            token.
     """
     client, where = address.startswith("ray://"), None
     try:
-        where = address.removeprefix("ray://") if client else services.canonicalize_bootstrap_address(address)
-        if where is None:  # `auto` with no cluster in sight, or `local`: Ray's own words or a new cluster
+        where = (
+            address.removeprefix("ray://")
+            if client
+            else services.canonicalize_bootstrap_address(address)
+        )
+        # `auto` with no cluster in sight, or `local`: Ray's own words or a new cluster
+        if where is None:
             return
         _knock(where)
         authenticate()
@@ -152,18 +176,23 @@ def _knock(where: str) -> None:
     with socket.create_connection((host, int(port)), timeout=_PATIENCE) as talk:
         if os.environ.get("RAY_USE_TLS", "0") == "1":
             return
-        # The opening of HTTP/2 with an empty SETTINGS frame; the other side must open with its own (RFC 9113, section 3.4)
+        # The opening of HTTP/2 with an empty SETTINGS frame; the other side must open with its own
+        # (RFC 9113, section 3.4)
         talk.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5))
         try:
             frame = talk.recv(9)
         except (TimeoutError, ConnectionError):
             frame = b""
     if len(frame) < 4 or frame[3] != 4:
-        raise OSError("what listens there is not Ray; give the address that `ray start --head` printed")
+        raise OSError(
+            "what listens there is not Ray; give the address that `ray start --head` printed"
+        )
 
 
 def _greet(where: str) -> None:
-    """Raise what Ray raises when its head node at `host:port` is asked for its identity, or OSError where it is silent."""
+    """Raise what Ray raises when its head node at `host:port` is asked for its identity, or OSError
+    where it is silent.
+    """
     raised: list[BaseException] = []
 
     def ask() -> None:
@@ -172,7 +201,8 @@ def _greet(where: str) -> None:
         except (AuthenticationError, RpcError) as error:
             raised.append(error)
 
-    asking = threading.Thread(target=ask, daemon=True)  # Ray's client has no timeout that could be set from here
+    # Ray's client has no timeout that could be set from here
+    asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(_PATIENCE)
     if asking.is_alive():
@@ -182,7 +212,9 @@ def _greet(where: str) -> None:
 
 
 def authenticate() -> None:
-    """Use the token that is at hand. A file that cannot be read is told here, because Ray aborts the process over it."""
+    """Use the token that is at hand. A file that cannot be read is told here, because Ray aborts
+    the process over it.
+    """
     source = token_source()
     if "RAY_AUTH_MODE" not in os.environ and source is not None:
         os.environ["RAY_AUTH_MODE"] = "token"
@@ -192,7 +224,9 @@ def authenticate() -> None:
         try:
             empty = not path.read_text(encoding="utf-8").strip()
         except OSError as error:
-            raise OSError(f"{source} names {path}, which cannot be read ({error.strerror})") from error
+            raise OSError(
+                f"{source} names {path}, which cannot be read ({error.strerror})"
+            ) from error
         if empty:
             raise OSError(f"{source} names {path}, which holds no token")
 
@@ -211,7 +245,10 @@ def refused() -> str:
     """Why a cluster with token authentication did not let us in."""
     source, mode = token_source(), os.environ.get("RAY_AUTH_MODE", "")
     if source is None:
-        return "it asks for a token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file that holds the cluster's own"
+        return (
+            "it asks for a token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a "
+            "file that holds the cluster's own"
+        )
     if mode.lower() != "token":
         return f"it asks for a token, but RAY_AUTH_MODE={mode} here; set it to token"
     return f"the token in {source} is not the cluster's"
@@ -221,9 +258,13 @@ def refused() -> str:
 def _loopback() -> Iterator[None]:
     """Make a cluster that is started here, and all its processes, listen on the loopback interface.
 
-    Ray on Linux binds to every interface and has no option for this; what it does for macOS and Windows is asked for.
+    Ray on Linux binds to every interface and has no option for this; what it does for macOS and
+    Windows is asked for.
     """
-    kept, here = os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR), ray_constants.ENABLE_RAY_CLUSTER
+    kept, here = (
+        os.environ.get(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR),
+        ray_constants.ENABLE_RAY_CLUSTER,
+    )
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
     try:
@@ -238,7 +279,9 @@ def _loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    """Start Ray's processes in a process group of their own: a signal to ours is for this process, which ends them."""
+    """Start Ray's processes in a process group of their own: a signal to ours is for this process,
+    which ends them.
+    """
     module: Any = services
     usual: Any = module.ConsolePopen
 
@@ -255,7 +298,9 @@ def _apart() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_address() -> Iterator[None]:
-    """Hide RAY_ADDRESS, which would make `ray.init()` join whatever it names instead of starting a local cluster."""
+    """Hide RAY_ADDRESS, which would make `ray.init()` join whatever it names instead of starting a
+    local cluster.
+    """
     kept = os.environ.pop("RAY_ADDRESS", None)
     try:
         yield
@@ -274,8 +319,9 @@ def shares(
 ) -> dict[str, Share]:
     """What every node reserves, given the cluster's totals.
 
-    A share that is not configured divides what there is evenly, at most one CPU and one GPU each; the server takes no GPU.
-    GPUs are divided so that the same number of domains, or one less, falls on each: a share cannot lie across two.
+    A share that is not configured divides what there is evenly, at most one CPU and one GPU each;
+    the server takes no GPU. GPUs are divided so that the same number of domains, or one less, falls
+    on each: a share cannot lie across two.
 
     Args:
         set_aside: the cluster has machines with `SERVER_RESOURCE`, and the server stays on them.
@@ -284,16 +330,24 @@ def shares(
     each = _down(min(1.0, cpus / max(1, len(nodes))))
     gpu = resources.gpus_per_domain
     if gpu is None:
-        gpu = 0.0 if resources.device == "cpu" or not gpus else _down(1 / max(1, math.ceil(len(domains) / gpus - 1e-9)))
+        gpu = (
+            0.0
+            if resources.device == "cpu" or not gpus
+            else _down(1 / max(1, math.ceil(len(domains) / gpus - 1e-9)))
+        )
     found = {name: Share(resources.cpus_per_domain or each, gpu) for name in domains}
     server = Share(resources.cpus_server or each, 0.0, SLOT if set_aside else 0.0)
     return ({SERVER: server} if SERVER in nodes else {}) | found
 
 
 def fitted(
-    resources: Resources, nodes: Sequence[str], machines: Sequence[Mapping[str, Any]], at_once: int = 1
+    resources: Resources,
+    nodes: Sequence[str],
+    machines: Sequence[Mapping[str, Any]],
+    at_once: int = 1,
 ) -> dict[str, Share]:
-    """What every node reserves on these machines: `shares`, or half, a third … of a CPU where those do not fit.
+    """What every node reserves on these machines: `shares`, or half, a third … of a CPU where those
+    do not fit.
 
     An actor lies on one machine: of 1 and 2 CPUs, four actors can have 0.5 each, and not 0.75.
 
@@ -301,30 +355,38 @@ def fitted(
         machines: rows of `ray.nodes()`. at_once: how many such runs share the machines.
 
     Returns:
-        Shares by node. Where no size fits, those that would divide the totals; `preflight` refuses them.
+        Shares by node. Where no size fits, those that would divide the totals; `preflight` refuses
+        them.
     """
     alive = [row["Resources"] for row in machines if row["Alive"]]
     cpus, gpus = (sum(row.get(kind, 0.0) for row in alive) / at_once for kind in ("CPU", "GPU"))
     even = shares(resources, nodes, cpus, gpus, any(SERVER_RESOURCE in row for row in alive))
     fixed = {
-        name for name in even if (resources.cpus_server if name == SERVER else resources.cpus_per_domain) is not None
+        name
+        for name in even
+        if (resources.cpus_server if name == SERVER else resources.cpus_per_domain) is not None
     }
     most = max((share.cpus for name, share in even.items() if name not in fixed), default=0.0)
     smaller = (size for part in range(1, 101) if (size := _down(1 / part)) < most)
     for size in (most, *smaller):
         tried = {
-            name: share if name in fixed else dataclasses.replace(share, cpus=size) for name, share in even.items()
+            name: share if name in fixed else dataclasses.replace(share, cpus=size)
+            for name, share in even.items()
         }
         if _pack([tried] * at_once, alive, resources.placement) is None:
             return tried
     return even
 
 
-def _pack(runs: Sequence[Mapping[str, Share]], machines: Sequence[Mapping[str, float]], strategy: str) -> str | None:
-    """Put the actors of every run on machines, the largest first; the first one that finds no room, None where all do.
+def _pack(
+    runs: Sequence[Mapping[str, Share]], machines: Sequence[Mapping[str, float]], strategy: str
+) -> str | None:
+    """Put the actors of every run on machines, the largest first; the first one that finds no room,
+    None where all do.
 
     Args:
-        runs: shares by node, per run. machines: Ray's totals of each. strategy: Ray's, which holds within a run.
+        runs: shares by node, per run. machines: Ray's totals of each. strategy: Ray's, which holds
+            within a run.
     """
     rooms = [_Room(machine) for machine in machines]
     for run in runs:
@@ -336,7 +398,9 @@ def _pack(runs: Sequence[Mapping[str, Share]], machines: Sequence[Mapping[str, f
                 sum(share.slot for _, share in order),
             )
             rooms.sort(key=lambda room: room.cpus)
-            chosen = next((room for room in rooms if room.fits(total) and room.all_gpus(order)), None)
+            chosen = next(
+                (room for room in rooms if room.fits(total) and room.all_gpus(order)), None
+            )
             if chosen is None:
                 return order[0][0]
             for _, share in order:
@@ -346,7 +410,9 @@ def _pack(runs: Sequence[Mapping[str, Share]], machines: Sequence[Mapping[str, f
         for name, share in order:
             # the fullest machine that has room; those with a GPU are left to those who need one
             rooms.sort(key=lambda room: (len(room.gpus) > 0, room.cpus))
-            found = next((room for room in rooms if id(room) not in used and room.fits(share)), None)
+            found = next(
+                (room for room in rooms if id(room) not in used and room.fits(share)), None
+            )
             if found is None:
                 return name
             found.take(share)
@@ -391,7 +457,9 @@ class _Room:
             self.gpus[place] -= share.gpus
 
 
-def preflight(wanted: Mapping[str, Share], alive: Sequence[Mapping[str, Any]], strategy: str = "PACK") -> None:
+def preflight(
+    wanted: Mapping[str, Share], alive: Sequence[Mapping[str, Any]], strategy: str = "PACK"
+) -> None:
     """Refuse what this cluster can never place.
 
     Args:
@@ -400,7 +468,8 @@ def preflight(wanted: Mapping[str, Share], alive: Sequence[Mapping[str, Any]], s
         strategy: Ray's, of the placement group.
 
     Raises:
-        CrossfedError: the shortfall in words: how much is needed, how much there is, or which actor fits no machine.
+        CrossfedError: the shortfall in words: how much is needed, how much there is, or which actor
+            fits no machine.
     """
     machines = [row["Resources"] for row in alive if row["Alive"]]
     for kind, word in (("CPU", "CPUs"), ("GPU", "GPUs")):
@@ -409,45 +478,60 @@ def preflight(wanted: Mapping[str, Share], alive: Sequence[Mapping[str, Any]], s
         if total > have + 1e-6:
             parts = ", ".join(f"{name} {value:g}" for name, value in need.items() if value)
             raise CrossfedError(
-                f"This run needs {total:g} {word} ({parts}) but the cluster has {have:g}: {total - have:g} short; "
+                f"This run needs {total:g} {word} ({parts}) but the cluster has {have:g}: "
+                f"{total - have:g} short; "
                 f"lower resources.{word.lower()}_per_domain or add machines."
             )
         for name, value in need.items():
             largest = max((machine.get(kind, 0.0) for machine in machines), default=0.0)
             if value > largest + 1e-6:
                 raise CrossfedError(
-                    f"{name} asks for {value:g} {word} on one machine, but the largest has {largest:g}; "
+                    f"{name} asks for {value:g} {word} on one machine, but the largest has "
+                    f"{largest:g}; "
                     f"lower resources.{word.lower()}_per_domain."
                 )
     for name, share in wanted.items():
-        kept = max((machine.get("CPU", 0.0) for machine in machines if machine.get(SERVER_RESOURCE)), default=0.0)
+        kept = max(
+            (machine.get("CPU", 0.0) for machine in machines if machine.get(SERVER_RESOURCE)),
+            default=0.0,
+        )
         if share.slot and share.cpus > kept + 1e-6:
             raise CrossfedError(
-                f"{name} asks for {share.cpus:g} CPUs on a machine that is set aside for it ({SERVER_RESOURCE}), but the largest "
+                f"{name} asks for {share.cpus:g} CPUs on a machine that is set aside for it "
+                f"({SERVER_RESOURCE}), but the largest "
                 f"of those has {kept:g}; lower resources.cpus_server."
             )
     free = [[1.0] * int(machine.get("GPU", 0.0)) for machine in machines]
     for name, share in sorted(wanted.items(), key=lambda row: -row[1].gpus):
         if 0 < share.gpus < 1 and not _take(free, share.gpus):
             raise CrossfedError(
-                f"No GPU is left for {name}: a share of {share.gpus:g} fits {int(1 / share.gpus + 1e-9)} times on one GPU and "
-                f"never across two, and the cluster has {sum(map(len, free))}; lower resources.gpus_per_domain or add machines."
+                f"No GPU is left for {name}: a share of {share.gpus:g} fits "
+                f"{int(1 / share.gpus + 1e-9)} times on one GPU and "
+                f"never across two, and the cluster has {sum(map(len, free))}; lower "
+                f"resources.gpus_per_domain or add machines."
             )
     for name, share in wanted.items():
         if share.gpus > 1 and share.gpus != int(share.gpus):
-            raise CrossfedError(f"{name} asks for {share.gpus:g} GPUs; Ray gives a fraction below 1 or a whole number.")
+            raise CrossfedError(
+                f"{name} asks for {share.gpus:g} GPUs; Ray gives a fraction "
+                f"below 1 or a whole number."
+            )
     if (left := _pack([wanted], machines, strategy)) is not None:
         asked = ", ".join(f"{name} {share.cpus:g}" for name, share in wanted.items())
         each = " + ".join(f"{machine.get('CPU', 0.0):g}" for machine in machines)
         raise CrossfedError(
-            f"No machine has room for {left} beside the others: an actor lies on one machine, the machines have {each} "
-            f"CPUs, and {asked} are asked for with resources.placement={strategy}; lower resources.cpus_per_domain or "
+            f"No machine has room for {left} beside the others: an actor lies on one machine, "
+            f"the machines have {each} "
+            f"CPUs, and {asked} are asked for with resources.placement={strategy}; lower "
+            f"resources.cpus_per_domain or "
             "resources.cpus_server, or leave both out."
         )
 
 
 def _take(free: list[list[float]], share: float) -> bool:
-    """Put a fraction of a GPU on the first one with room, in `free` [machine][GPU]; False where there is none."""
+    """Put a fraction of a GPU on the first one with room, in `free` [machine][GPU]; False where
+    there is none.
+    """
     for machine in free:
         for gpu, room in enumerate(machine):
             if share <= room + 1e-6:
@@ -457,7 +541,10 @@ def _take(free: list[list[float]], share: float) -> bool:
 
 
 def reserve(
-    wanted: dict[str, Share], strategy: str, timeout: float, say: Callable[[str], None] = lambda _: None
+    wanted: dict[str, Share],
+    strategy: str,
+    timeout: float,
+    say: Callable[[str], None] = lambda _: None,
 ) -> PlacementGroup:
     """One placement group with one bundle per node, in the order of `wanted`.
 
@@ -465,7 +552,8 @@ def reserve(
         say: told, in a sentence, where room is not there at once.
 
     Raises:
-        CrossfedError: the bundles were not placed within `timeout` seconds (others hold the resources).
+        CrossfedError: the bundles were not placed within `timeout` seconds (others hold the
+            resources).
     """
     group = placement_group([share.bundle() for share in wanted.values()], strategy=strategy)
     placed = group.wait(min(timeout, 5.0))
@@ -476,7 +564,8 @@ def reserve(
         remove_placement_group(group)
         asked = ", ".join(f"{name} {share.cpus:g}" for name, share in wanted.items())
         raise CrossfedError(
-            f"The cluster could not place all actors ({strategy}) within {timeout:g} s (resources.start_timeout): CPUs "
+            f"The cluster could not place all actors ({strategy}) within {timeout:g} s "
+            f"(resources.start_timeout): CPUs "
             f"asked for: {asked}; free now: {free()}. Wait for other runs, or lower the shares."
         )
     return group
@@ -495,7 +584,8 @@ def free() -> str:
 
 
 def assigned_device(resources: Resources, name: str) -> tuple[torch.device, list[str]]:
-    """The device of this actor, from the GPU ids Ray assigned to it (never from what the process happens to see).
+    """The device of this actor, from the GPU ids Ray assigned to it (never from what the process
+    happens to see).
 
     Raises:
         CrossfedError: a GPU was asked for explicitly, Ray assigned one, and torch cannot use it.
@@ -507,7 +597,8 @@ def assigned_device(resources: Resources, name: str) -> tuple[torch.device, list
         if resources.gpus_per_domain is None:
             return torch.device("cpu"), ids
         raise CrossfedError(
-            f"Ray assigned GPU {', '.join(ids)} to {name}, but torch sees no GPU there; install a CUDA build of torch or set "
+            f"Ray assigned GPU {', '.join(ids)} to {name}, but torch sees no GPU there; "
+            f"install a CUDA build of torch or set "
             "resources.gpus_per_domain=0."
         )
     if resources.gpu_memory_fraction is not None:

@@ -19,6 +19,7 @@ def local_device(config: RunConfig) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise CrossfedError(
-            f"resources.gpus_per_domain={wanted:g} asks for a GPU, but torch sees none here; set it to 0 to run on the CPU."
+            f"resources.gpus_per_domain={wanted:g} asks for a GPU, but torch sees none here; "
+            f"set it to 0 to run on the CPU."
         )
     return torch.device("cuda", 0)

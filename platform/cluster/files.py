@@ -1,7 +1,9 @@
-"""Files that start a cluster: the templates that ship, and what is wrong with a file, by key and line.
+"""Files that start a cluster: the templates that ship, and what is wrong with a file, by key and
+line.
 
-Of a file for `ray up`, Ray's own schema and preparation are asked first; a RayJob or RayCluster of KubeRay is held against
-`templates/kuberay-schema.yaml`. Then come rules of ours: token authentication, what listens where, machines for the server actor.
+Of a file for `ray up`, Ray's own schema and preparation are asked first; a RayJob or RayCluster of
+KubeRay is held against `templates/kuberay-schema.yaml`. Then come rules of ours: token
+authentication, what listens where, machines for the server actor.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Problem:
 
     Attributes:
         key: where, in dots. line: counted from 1; 0 where the key is not in the file.
-        severity: an error keeps the cluster from starting or leaves it open; a warning is worth a look.
+        severity: an error keeps the cluster from starting or leaves it open; a warning is worth a
+            look.
     """
 
     key: str
@@ -62,11 +65,16 @@ def template(name: str) -> str:
 
 
 def _packaged(file: str) -> str:
-    return importlib.resources.files("crossfed.platform.cluster.templates").joinpath(file).read_text(encoding="utf-8")
+    return (
+        importlib.resources.files("crossfed.platform.cluster.templates")
+        .joinpath(file)
+        .read_text(encoding="utf-8")
+    )
 
 
 def check(path: Path) -> list[Problem]:
-    """What is wrong with a cluster file, in the order of its lines; nothing is started and no cloud is asked.
+    """What is wrong with a cluster file, in the order of its lines; nothing is started and no cloud
+    is asked.
 
     Raises:
         CrossfedError: the file cannot be read, or is not YAML.
@@ -74,7 +82,8 @@ def check(path: Path) -> list[Problem]:
     try:
         text = path.read_text(encoding="utf-8")
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
-        config = yaml.safe_load(text)  # keys that stand twice are among the problems that are listed
+        # keys that stand twice are among the problems that are listed
+        config = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         raise CrossfedError(f"The cluster file {path} cannot be read: {error}.") from error
     except yaml.YAMLError as error:
@@ -86,7 +95,10 @@ def check(path: Path) -> list[Problem]:
         raise CrossfedError(f"{path} must hold a mapping: keys with values.")
     kube = "kind" in config or "apiVersion" in config
     raw = [*_twice(tree), *(_kuberay(config) if kube else _launcher(config))]
-    found = {Problem(".".join(map(str, key)), _line(tree, key), said, severity) for key, said, severity in raw}
+    found = {
+        Problem(".".join(map(str, key)), _line(tree, key), said, severity)
+        for key, said, severity in raw
+    }
     for number, row in enumerate(text.splitlines(), 1):
         if own := re.search(_OWN, row.partition("#")[0]):
             found.add(Problem("", number, f"{own[0]} is the template's; set yours", "warning"))
@@ -140,7 +152,8 @@ def _schema(config: Any, schema: Mapping[str, Any]) -> Iterator[Said]:
         if error.validator == "additionalProperties" and isinstance(error.schema, dict):
             known = error.schema.get("properties", {})
             for name in set(error.instance) - set(known):
-                if isinstance(error.validator_value, dict):  # the value is wrong, not the key, and told by itself
+                # the value is wrong, not the key, and told by itself
+                if isinstance(error.validator_value, dict):
                     continue
                 yield (*key, name), f"unknown key{nearest(str(name), known)}", "error"
         elif error.validator == "required":
@@ -148,10 +161,20 @@ def _schema(config: Any, schema: Mapping[str, Any]) -> Iterator[Said]:
                 if name not in error.instance:
                     yield (*key, name), f"missing{_misspelt(name, error.instance)}", "error"
         elif error.validator == "type":
-            yield key, f"must be {_kind(error.validator_value)}, not {_short(error.instance)}", "error"
+            yield (
+                key,
+                (f"must be {_kind(error.validator_value)}, not {_short(error.instance)}"),
+                "error",
+            )
         elif error.validator in ("enum", "const"):
-            allowed = error.validator_value if error.validator == "enum" else [error.validator_value]
-            yield key, f"must be {' or '.join(map(str, allowed))}, not {_short(error.instance)}", "error"
+            allowed = (
+                error.validator_value if error.validator == "enum" else [error.validator_value]
+            )
+            yield (
+                key,
+                (f"must be {' or '.join(map(str, allowed))}, not {_short(error.instance)}"),
+                "error",
+            )
         else:
             yield key, error.message, "error"
 
@@ -175,7 +198,7 @@ def _misspelt(name: str, instance: Mapping[str, Any]) -> str:
     return ""
 
 
-# -- Ray's cluster launcher ------------------------------------------------------------------------------------------
+# -- Ray's cluster launcher ------------------------------------------------------------------------
 
 
 def _launcher(config: dict[str, Any]) -> list[Said]:
@@ -187,7 +210,9 @@ def _launcher(config: dict[str, Any]) -> list[Said]:
     found = list(_schema(held, json.loads(path.read_text(encoding="utf-8"))))
     known = sorted(map(str, providers._NODE_PROVIDERS))
     if isinstance(kind, str) and kind not in known:
-        found.append((("provider", "type"), f"{kind!r} is none of Ray's{nearest(kind, known)}", "error"))
+        found.append(
+            (("provider", "type"), f"{kind!r} is none of Ray's{nearest(kind, known)}", "error")
+        )
     if found:
         return found
     found = list(_local(config) if local else _types(config, str(kind)))
@@ -204,7 +229,11 @@ def _local(config: Mapping[str, Any]) -> Iterator[Said]:
     """What Ray's preparation of on-premise clusters refuses, with an exit instead of an error."""
     for key in ("available_node_types", "head_node_type", "head_node", "worker_nodes"):
         if key in config:
-            yield (key,), "not possible with provider local, where all machines are of one kind", "error"
+            yield (
+                (key,),
+                ("not possible with provider local, where all machines are of one kind"),
+                "error",
+            )
     provider = config["provider"]
     if "coordinator_address" in provider:
         return
@@ -227,32 +256,54 @@ def _types(config: Mapping[str, Any], kind: str) -> Iterator[Said]:
         yield ("available_node_types",), "missing; Ray's own machines would be taken", "error"
         return
     if head not in types:
-        yield ("head_node_type",), f"{head!r} is none of available_node_types{nearest(str(head), types)}", "error"
+        yield (
+            ("head_node_type",),
+            (f"{head!r} is none of available_node_types{nearest(str(head), types)}"),
+            "error",
+        )
     for name, machine in types.items():
         where: Key = ("available_node_types", name)
         node = machine["node_config"]
         for key in _NEEDED.get(kind, ()):
             if key not in node:
                 yield (*where, "node_config", key), f"missing{_misspelt(key, node)}", "error"
-        low, high = machine.get("min_workers", 0), machine.get("max_workers", config.get("max_workers", 0))
+        low, high = (
+            machine.get("min_workers", 0),
+            machine.get("max_workers", config.get("max_workers", 0)),
+        )
         if name != head and low > high:
             yield (*where, "min_workers"), f"{low} is above max_workers = {high}", "error"
         if kind == "gcp" and "CPU" not in machine["resources"]:
-            yield (*where, "resources"), "CPU is missing: on Google Cloud Ray does not know what a machine has", "error"
+            yield (
+                (*where, "resources"),
+                ("CPU is missing: on Google Cloud Ray does not know what a machine has"),
+                "error",
+            )
     if "max_workers" in config:
-        least = sum(machine.get("min_workers", 0) for name, machine in types.items() if name != head)
+        least = sum(
+            machine.get("min_workers", 0) for name, machine in types.items() if name != head
+        )
         if least > config["max_workers"]:
-            yield ("max_workers",), f"{config['max_workers']} is below the {least} that min_workers ask for", "error"
+            yield (
+                ("max_workers",),
+                (f"{config['max_workers']} is below the {least} that min_workers ask for"),
+                "error",
+            )
 
 
 def _commands(config: Mapping[str, Any], kind: str) -> Iterator[Said]:
     """The commands that start Ray and MLflow: who may join, and what listens where."""
-    for key, role in (("head_start_ray_commands", "--head"), ("worker_start_ray_commands", "--address")):
+    for key, role in (
+        ("head_start_ray_commands", "--head"),
+        ("worker_start_ray_commands", "--address"),
+    ):
         commands = config.get(key)
         if not commands:
             yield (key,), "missing; Ray's own would start without token authentication", "error"
             continue
-        starts = [(index, command) for index, command in enumerate(commands) if "ray start" in command]
+        starts = [
+            (index, command) for index, command in enumerate(commands) if "ray start" in command
+        ]
         if not starts:
             yield (key,), "no command holds `ray start`", "error"
         for index, command in starts:
@@ -261,13 +312,15 @@ def _commands(config: Mapping[str, Any], kind: str) -> Iterator[Said]:
             if not re.search(r"\bRAY_AUTH_MODE=[\"']?token\b", command):
                 yield (
                     (key, index),
-                    "`ray start` lacks RAY_AUTH_MODE=token: whoever reaches the machine could run code",
+                    "`ray start` lacks RAY_AUTH_MODE=token: whoever reaches the machine could "
+                    "run code",
                     "error",
                 )
             if role == "--head" and kind != "local" and "--autoscaling-config" not in command:
                 yield (
                     (key, index),
-                    "`ray start` lacks --autoscaling-config=~/ray_bootstrap_config.yaml: no worker would start",
+                    "`ray start` lacks --autoscaling-config=~/ray_bootstrap_config.yaml: no "
+                    "worker would start",
                     "error",
                 )
         for index, command in enumerate(commands):
@@ -275,11 +328,16 @@ def _commands(config: Mapping[str, Any], kind: str) -> Iterator[Said]:
     for key, commands in config.items():
         for index, command in enumerate(commands if isinstance(commands, list) else ()):
             if isinstance(command, str) and re.search(r"\bRAY_AUTH_TOKEN=[\"']?\w", command):
-                yield (key, index), "the token itself does not belong in this file; use RAY_AUTH_TOKEN_PATH", "error"
+                yield (
+                    (key, index),
+                    ("the token itself does not belong in this file; use RAY_AUTH_TOKEN_PATH"),
+                    "error",
+                )
     if SERVER_RESOURCE not in json.dumps(config):
         yield (
             (),
-            f"no machine has the resource {SERVER_RESOURCE}: server actors may be placed on GPU machines",
+            f"no machine has the resource {SERVER_RESOURCE}: server actors may be placed on "
+            f"GPU machines",
             "warning",
         )
 
@@ -290,11 +348,19 @@ def _listening(key: Key, command: str) -> Iterator[Said]:
         for start in re.findall(rf"{service}\b[^;&|]*", command):
             for host in re.findall(rf"--{option}[= ]+[\"']?([^\s\"']+)", start):
                 if host not in _LOOPBACK:
-                    what = "the dashboard, and with it the job server" if service == "ray start" else "MLflow"
-                    yield key, f"{what}, would listen on {host}, beyond the loopback interface", "warning"
+                    what = (
+                        "the dashboard, and with it the job server"
+                        if service == "ray start"
+                        else "MLflow"
+                    )
+                    yield (
+                        key,
+                        (f"{what}, would listen on {host}, beyond the loopback interface"),
+                        "warning",
+                    )
 
 
-# -- KubeRay ---------------------------------------------------------------------------------------------------------
+# -- KubeRay ---------------------------------------------------------------------------------------
 
 
 def _kuberay(config: dict[str, Any]) -> list[Said]:
@@ -311,27 +377,39 @@ def _guarded(cluster: Mapping[str, Any], where: Key) -> Iterator[Said]:
     mode = cluster.get("authOptions", {}).get("mode")
     if mode != "token":
         said = "missing" if mode is None else f"mode is {mode}"
-        yield (*where, "authOptions"), f"{said}: whoever reaches a pod could run code; set mode: token", "error"
+        yield (
+            (*where, "authOptions"),
+            (f"{said}: whoever reaches a pod could run code; set mode: token"),
+            "error",
+        )
     ours = importlib.metadata.version("ray")
     if cluster.get("rayVersion", ours) != ours:
-        yield (*where, "rayVersion"), f"{cluster['rayVersion']}, but this crossfed runs with Ray {ours}", "warning"
+        yield (
+            (*where, "rayVersion"),
+            (f"{cluster['rayVersion']}, but this crossfed runs with Ray {ours}"),
+            "warning",
+        )
     head = cluster["headGroupSpec"]
     if head.get("serviceType", "ClusterIP") != "ClusterIP":
         yield (
             (*where, "headGroupSpec", "serviceType"),
-            f"{head['serviceType']} makes the dashboard and Ray reachable from outside the Kubernetes cluster",
+            f"{head['serviceType']} makes the dashboard and Ray reachable from outside the "
+            f"Kubernetes cluster",
             "warning",
         )
     if SERVER_RESOURCE not in json.dumps(cluster):
         yield (
             where,
-            f"no group has the resource {SERVER_RESOURCE}: server actors may be placed on GPU machines",
+            f"no group has the resource {SERVER_RESOURCE}: server actors may be placed on GPU "
+            f"machines",
             "warning",
         )
 
 
 def _groups(cluster: Mapping[str, Any], where: Key) -> Iterator[Said]:
-    groups: list[tuple[Key, Mapping[str, Any]]] = [((*where, "headGroupSpec"), cluster["headGroupSpec"])]
+    groups: list[tuple[Key, Mapping[str, Any]]] = [
+        ((*where, "headGroupSpec"), cluster["headGroupSpec"])
+    ]
     workers = cluster.get("workerGroupSpecs", [])
     groups += [((*where, "workerGroupSpecs", index), group) for index, group in enumerate(workers)]
     names = [group["groupName"] for group in workers]
@@ -340,7 +418,11 @@ def _groups(cluster: Mapping[str, Any], where: Key) -> Iterator[Said]:
             yield (*key, "groupName"), f"{group['groupName']!r} names two groups", "error"
         low, high = group.get("minReplicas", 0), group.get("maxReplicas", 2**31)
         if not low <= group.get("replicas", low) <= high:
-            yield (*key, "replicas"), f"{group.get('replicas', low)} is not between {low} and {high}", "error"
+            yield (
+                (*key, "replicas"),
+                (f"{group.get('replicas', low)} is not between {low} and {high}"),
+                "error",
+            )
         named = group.get("rayStartParams", {}).get("resources")
         if named is not None:
             try:

@@ -37,7 +37,18 @@ READING = ("evaluate", "compare", "audit", "report", "analyse")
 """Commands that read runs: each names at least one, by a path that every machine sees."""
 COMMANDS = (*JOINING, *READING)
 """What can be submitted."""
-TOP = ("data", "runs", "shared", "build", "dist", "mlruns", "mlartifacts", "wandb", "outputs", "env")
+TOP = (
+    "data",
+    "runs",
+    "shared",
+    "build",
+    "dist",
+    "mlruns",
+    "mlartifacts",
+    "wandb",
+    "outputs",
+    "env",
+)
 """Not uploaded from the top of the working directory."""
 ANYWHERE = (
     ".git", ".hg", ".svn", ".venv", "venv", ".env", "node_modules", "__pycache__", ".*_cache", ".cache", ".tox", ".nox",
@@ -56,22 +67,26 @@ _LOST = 600.0
 """Seconds without an answer after which following gives up; the job goes on."""
 
 
-# -- what is run -----------------------------------------------------------------------------------------------------
+# -- what is run -----------------------------------------------------------------------------------
 
 
 def entrypoint(arguments: Sequence[str]) -> str:
-    """The shell command of a job: the given `crossfed` command, on the cluster that the job is part of.
+    """The shell command of a job: the given `crossfed` command, on the cluster that the job is part
+    of.
 
     Args:
-        arguments: of `crossfed`, e.g. `["run", "fedcrf", "--data", "/mnt/shared/data/x", "--out", "/mnt/shared/runs"]`.
+        arguments: of `crossfed`, e.g. `["run", "fedcrf", "--data", "/mnt/shared/data/x", "--out",
+            "/mnt/shared/runs"]`.
 
     Raises:
-        CrossfedError: it is no command that makes sense as a job, or it would write into the job's temporary folder.
+        CrossfedError: it is no command that makes sense as a job, or it would write into the job's
+            temporary folder.
     """
     words = list(arguments[1:] if arguments[:1] == ["crossfed"] else arguments)
     if not words:
         raise CrossfedError(
-            "Say what to run: crossfed submit -- run fedcrf --data /mnt/shared/data/… --out /mnt/shared/runs"
+            "Say what to run: crossfed submit -- run fedcrf --data /mnt/shared/data/… --out "
+            "/mnt/shared/runs"
         )
     if words[0] not in COMMANDS:
         raise CrossfedError(f"{words[0]!r} cannot be submitted{nearest(words[0], COMMANDS)}")
@@ -79,7 +94,8 @@ def entrypoint(arguments: Sequence[str]) -> str:
         value = _value(words, option)
         if value is not None and not value.startswith("/") and "://" not in value:
             raise CrossfedError(
-                f"{option} {value} is relative to a temporary folder in a job; give a path or URI that every machine of the "
+                f"{option} {value} is relative to a temporary folder in a job; give a path or "
+                f"URI that every machine of the "
                 f"cluster sees, such as /mnt/shared/{value}."
             )
     if words[0] in READING:
@@ -87,7 +103,8 @@ def entrypoint(arguments: Sequence[str]) -> str:
         return shlex.join(["crossfed", *words])
     if _value(words, "--out") is None:
         raise CrossfedError(
-            "--out is missing: a job's working directory is temporary; give a path or URI that every machine of the cluster "
+            "--out is missing: a job's working directory is temporary; give a path or URI that "
+            "every machine of the cluster "
             "sees, such as --out /mnt/shared/runs."
         )
     if _value(words, "--address") is None and _joins(words):
@@ -104,12 +121,19 @@ def _absolute(words: Sequence[str]) -> None:
     seen = [word for word in given if word.startswith(("/", "mlflow:")) or "://" in word]
     if not seen:
         raise CrossfedError(
-            f"{words[0]} names no run that a job would find: its working directory is temporary; give runs by a path that "
-            "every machine of the cluster sees, such as /mnt/shared/runs/NAME, or names with --out /mnt/shared/runs."
+            f"{words[0]} names no run that a job would find: its working directory is "
+            f"temporary; give runs by a path that "
+            "every machine of the cluster sees, such as /mnt/shared/runs/NAME, or names with "
+            "--out /mnt/shared/runs."
         )
-    if words[0] in ("report", "analyse") and _value(words, "--to") is None and _value(words, "--out") is None:
+    if (
+        words[0] in ("report", "analyse")
+        and _value(words, "--to") is None
+        and _value(words, "--out") is None
+    ):
         raise CrossfedError(
-            f"--to is missing: {words[0]} writes into the job's working directory otherwise, which is temporary; give a folder "
+            f"--to is missing: {words[0]} writes into the job's working directory otherwise, "
+            f"which is temporary; give a folder "
             "that every machine of the cluster sees, such as --to /mnt/shared/reports."
         )
 
@@ -126,7 +150,8 @@ def _value(words: Sequence[str], option: str) -> str | None:
 
 
 def _joins(words: Sequence[str]) -> bool:
-    """Whether the command takes an address: what goes on with a run or study has it from its files."""
+    """Whether the command takes an address: what goes on with a run or study has it from its files.
+    """
     if words[0] == "run" and _value(words, "--resume") is not None:
         return False
     return not (words[0] == "tune" and words[1:2] and words[1] in ("resume", "extend", "show"))
@@ -135,11 +160,14 @@ def _joins(words: Sequence[str]) -> bool:
 def job_name(command: str) -> str:
     """A name that says what the job is, new each time."""
     words = [word for word in shlex.split(command)[1:] if not word.startswith("-")][:2]
-    stem = "-".join("".join(char if char.isalnum() else "_" for char in PurePosixPath(word).name) for word in words)
+    stem = "-".join(
+        "".join(char if char.isalnum() else "_" for char in PurePosixPath(word).name)
+        for word in words
+    )
     return f"{stem[:40]}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
-# -- what is uploaded ------------------------------------------------------------------------------------------------
+# -- what is uploaded ------------------------------------------------------------------------------
 
 
 def files(folder: Path, exclude: Sequence[str] = ()) -> list[Path]:
@@ -160,20 +188,30 @@ def files(folder: Path, exclude: Sequence[str] = ()) -> list[Path]:
         if len(inside.parts) == 1 and path.name in TOP:
             return True
         return any(
-            fnmatch.fnmatch(path.name, one) or fnmatch.fnmatch(inside.as_posix(), one.rstrip("/")) for one in patterns
+            fnmatch.fnmatch(path.name, one) or fnmatch.fnmatch(inside.as_posix(), one.rstrip("/"))
+            for one in patterns
         )
 
     found = []
     for above, folders, names in os.walk(folder):
         folders[:] = sorted(
-            name for name in folders if not unwanted(Path(above, name)) and not Path(above, name).is_symlink()
+            name
+            for name in folders
+            if not unwanted(Path(above, name)) and not Path(above, name).is_symlink()
         )
-        found += [path for name in sorted(names) if (path := Path(above, name)).is_file() and not unwanted(path)]
+        found += [
+            path
+            for name in sorted(names)
+            if (path := Path(above, name)).is_file() and not unwanted(path)
+        ]
     return found
 
 
-def pack(folder: Path, target: Path, exclude: Sequence[str] = (), limit_mb: float = LIMIT_MB) -> tuple[int, int]:
-    """Write what a job gets into a zip file; the same files give the same bytes, which the cluster takes once.
+def pack(
+    folder: Path, target: Path, exclude: Sequence[str] = (), limit_mb: float = LIMIT_MB
+) -> tuple[int, int]:
+    """Write what a job gets into a zip file; the same files give the same bytes, which the cluster
+    takes once.
 
     Returns:
         How many files, and the size of the zip in bytes.
@@ -200,14 +238,16 @@ def pack(folder: Path, target: Path, exclude: Sequence[str] = (), limit_mb: floa
             top[first] = top.get(first, 0) + bytes_
         largest = sorted(top.items(), key=lambda row: -row[1])[:3]
         raise CrossfedError(
-            f"The working directory {folder} is {size / 1e6:,.0f} MB to upload, above {limit_mb:g} MB: "
+            f"The working directory {folder} is {size / 1e6:,.0f} MB to upload, above "
+            f"{limit_mb:g} MB: "
             + ", ".join(f"{name} {bytes_ / 1e6:,.1f} MB" for name, bytes_ in largest)
-            + "; leave some out with --exclude, choose a smaller --working-dir, or --no-upload: the job's machines have crossfed."
+            + "; leave some out with --exclude, choose a smaller --working-dir, or "
+            "--no-upload: the job's machines have crossfed."
         )
     return len(found), size
 
 
-# -- the job server --------------------------------------------------------------------------------------------------
+# -- the job server --------------------------------------------------------------------------------
 
 
 class _Client(JobSubmissionClient):
@@ -218,7 +258,11 @@ class _Client(JobSubmissionClient):
             logging.WARNING
         )  # what it uploads is told already
         # Ray lets these override an address that is given
-        kept = {name: os.environ.pop(name) for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS") if name in os.environ}
+        kept = {
+            name: os.environ.pop(name)
+            for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+            if name in os.environ
+        }
         try:
             super().__init__(address)
         finally:
@@ -229,7 +273,8 @@ class _Client(JobSubmissionClient):
 
 
 def server(address: str | None) -> JobSubmissionClient:
-    """The job server at an address, by default RAY_API_SERVER_ADDRESS, else where `ray dashboard` brings it.
+    """The job server at an address, by default RAY_API_SERVER_ADDRESS, else where `ray dashboard`
+    brings it.
 
     Raises:
         CrossfedError: nothing answers there, it is no job server, or it refuses our token.
@@ -239,7 +284,8 @@ def server(address: str | None) -> JobSubmissionClient:
         address = f"http://{address}"
     if not address.startswith(("http://", "https://")):
         raise CrossfedError(
-            f"--address {address} is no job server; it is reached by http, as in {ADDRESS} after `ray dashboard`."
+            f"--address {address} is no job server; it is reached by http, as in {ADDRESS} "
+            f"after `ray dashboard`."
         )
     told = f"No job server answers at {address}"
     try:
@@ -255,7 +301,8 @@ def server(address: str | None) -> JobSubmissionClient:
         refused = "refused" in str(error) or str(error).startswith("Failed to connect")
         reason = "connection refused" if refused else "no answer in time"
         raise CrossfedError(
-            f"{told}: {reason}; run `ray dashboard cluster.yaml` in another terminal; the head needs crossfed[cluster]."
+            f"{told}: {reason}; run `ray dashboard cluster.yaml` in another terminal; the head "
+            f"needs crossfed[cluster]."
         ) from error
     except (ValueError, KeyError, RuntimeError) as error:
         raise CrossfedError(f"{told}: what listens there is not Ray's dashboard.") from error
@@ -271,7 +318,9 @@ def submit(client: JobSubmissionClient, command: str, package: Path | None) -> s
     if package is not None:
         runtime["working_dir"] = str(package)
     try:
-        return client.submit_job(entrypoint=command, submission_id=job_name(command), runtime_env=runtime)
+        return client.submit_job(
+            entrypoint=command, submission_id=job_name(command), runtime_env=runtime
+        )
     except (RuntimeError, OSError) as error:
         raise CrossfedError(f"The job was not taken: {_first_line(error)}.") from error
 
@@ -280,7 +329,9 @@ def submit(client: JobSubmissionClient, command: str, package: Path | None) -> s
 def upload(
     folder: Path | None, exclude: Sequence[str], limit_mb: float, told: Callable[[str], None]
 ) -> Iterator[Path | None]:
-    """The working directory packed into a file for as long as that is needed, after saying how large it is; None without one."""
+    """The working directory packed into a file for as long as that is needed, after saying how
+    large it is; None without one.
+    """
     if folder is None:
         yield None
         return
@@ -312,13 +363,20 @@ def _info(client: JobSubmissionClient, name: str) -> Any:
         raise CrossfedError(f"The cluster has no job {name!r}{nearest(name, known)}") from error
 
 
-def follow(client: JobSubmissionClient, name: str, write: Callable[[str], None], warn: Callable[[str], None]) -> int:
+def follow(
+    client: JobSubmissionClient,
+    name: str,
+    write: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> int:
     """Write a job's log from its beginning until it ends; the job's exit code.
 
-    A connection that breaks (a laptop that slept, a tunnel that fell) is made again, and the log goes on where it was.
+    A connection that breaks (a laptop that slept, a tunnel that fell) is made again, and the log
+    goes on where it was.
 
     Raises:
-        CrossfedError: there is no such job, or the server has not answered for ten minutes; the job goes on.
+        CrossfedError: there is no such job, or the server has not answered for ten minutes; the job
+            goes on.
     """
     log, heard, told = _Log(write), time.monotonic(), False
     while True:
@@ -332,7 +390,8 @@ def follow(client: JobSubmissionClient, name: str, write: Callable[[str], None],
             silent = time.monotonic() - heard
             if silent > _LOST:
                 raise CrossfedError(
-                    f"The job server has not answered for {silent / 60:.0f} minutes ({_first_line(error)}); the job goes on: "
+                    f"The job server has not answered for {silent / 60:.0f} minutes "
+                    f"({_first_line(error)}); the job goes on: "
                     f"crossfed submit --follow {name}"
                 ) from error
             if not told:
@@ -352,7 +411,8 @@ class _Log:
     async def read(self, client: JobSubmissionClient, name: str) -> None:
         """Write what is new, until the job ends or the connection breaks.
 
-        Ray's own reader has no heartbeat: it would wait for ever for a server that is gone without a word.
+        Ray's own reader has no heartbeat: it would wait for ever for a server that is gone without
+        a word.
         """
         at = 0
         url = f"{client._address}/api/jobs/{name}/logs/tail"
@@ -367,7 +427,8 @@ class _Log:
                     self.write(new)
                 at += len(message.data)
                 self.shown = max(self.shown, at)
-            if stream.close_code == aiohttp.WSCloseCode.ABNORMAL_CLOSURE:  # which ends the loop without an error
+            # which ends the loop without an error
+            if stream.close_code == aiohttp.WSCloseCode.ABNORMAL_CLOSURE:
                 raise ConnectionResetError("the log was cut off")
 
 
@@ -389,7 +450,9 @@ def stop(client: JobSubmissionClient, name: str, patience: float = 120.0) -> str
     _info(client, name)
     client.stop_job(name)
     end = time.monotonic() + patience
-    while not JobStatus((job := _info(client, name)).status).is_terminal() and time.monotonic() < end:
+    while (
+        not JobStatus((job := _info(client, name)).status).is_terminal() and time.monotonic() < end
+    ):
         time.sleep(1)
     return str(job.status)
 

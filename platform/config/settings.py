@@ -1,7 +1,9 @@
-"""The configuration of one run: one YAML file in, one written back in full, unknown keys refused by name.
+"""The configuration of one run: one YAML file in, one written back in full, unknown keys refused by
+name.
 
-A value's path: the method's `Config` defaults ← `config:` of `methods/configs/<method>.yaml` ← the preset ← the run's YAML
-file ← `--set key=value`. `build` walks that path once; everything downstream holds the frozen result.
+A value's path: the method's `Config` defaults ← `config:` of `methods/configs/<method>.yaml` ← the
+preset ← the run's YAML file ← `--set key=value`. `build` walks that path once; everything
+downstream holds the frozen result.
 """
 
 from __future__ import annotations
@@ -45,12 +47,19 @@ class Synthetic(Settings):
     interactions_per_user: float = Field(
         _SHOPS["interactions_per_user"], ge=5, description="mean interactions per user"
     )
-    overlap: float = Field(_SHOPS["overlap"], ge=0, le=1, description="share of a domain's users found in every domain")
+    overlap: float = Field(
+        _SHOPS["overlap"], ge=0, le=1, description="share of a domain's users found in every domain"
+    )
     seed: int = Field(0, ge=0, description="seed of the generator, apart from the run's seed")
     shared: float = Field(
-        1.0, ge=0, le=1, description="share of tastes that are common to all domains; 0: nothing transfers"
+        1.0,
+        ge=0,
+        le=1,
+        description="share of tastes that are common to all domains; 0: nothing transfers",
     )
-    smallest: float = Field(1.0, gt=0, le=1, description="users of the last domain as a share of the others'")
+    smallest: float = Field(
+        1.0, gt=0, le=1, description="users of the last domain as a share of the others'"
+    )
     taste_in_text: bool = Field(True, description="whether an item's text tells its taste")
 
 
@@ -58,34 +67,55 @@ class Text(Settings):
     """How item text becomes vectors."""
 
     encoder: str = Field(
-        "minilm", description="minilm (packaged), hashing[:width], or a sentence-transformers name or path"
+        "minilm",
+        description="minilm (packaged), hashing[:width], or a sentence-transformers name or path",
     )
-    missing: Literal["zero", "mean", "error"] = Field("zero", description="vector of an item without text")
+    missing: Literal["zero", "mean", "error"] = Field(
+        "zero", description="vector of an item without text"
+    )
 
 
 class Tokeniser(Settings):
-    """How item text vectors become semantic IDs, for methods that use them; levels and codebook are the method's own keys."""
+    """How item text vectors become semantic IDs, for methods that use them; levels and codebook are
+    the method's own keys.
+    """
 
     kind: Literal["rqvae", "residual-kmeans"] = Field(
-        "rqvae", description="rqvae: trained by gradients; residual-kmeans: principal axes and K-means, in seconds"
+        "rqvae",
+        description="rqvae: trained by gradients; residual-kmeans: principal axes and "
+        "K-means, in seconds",
     )
     dim: PositiveInt = Field(32, description="width of the latent vectors that are quantised")
     hidden: PositiveInt = Field(256, description="rqvae: width of the hidden layers")
     epochs: PositiveInt = Field(30, description="rqvae: passes over all item texts")
     batch_size: PositiveInt = Field(1024, description="rqvae: items per step, over all workers")
-    lr: float = Field(1e-3, gt=0, description="rqvae: Adam's learning rate, falling to 0 along a cosine")
-    beta: float = Field(0.25, ge=0, description="rqvae: weight of the commitment loss")
-    entropy: float = Field(0.5, ge=0, description="rqvae: weight of the loss that keeps all codes in use")
-    collision: float = Field(
-        50.0, ge=0, description="rqvae: weight of the loss that tells items of one semantic ID apart"
+    lr: float = Field(
+        1e-3, gt=0, description="rqvae: Adam's learning rate, falling to 0 along a cosine"
     )
-    workers: PositiveInt = Field(1, description="rqvae: data-parallel workers; more than one needs the back end ray")
+    beta: float = Field(0.25, ge=0, description="rqvae: weight of the commitment loss")
+    entropy: float = Field(
+        0.5, ge=0, description="rqvae: weight of the loss that keeps all codes in use"
+    )
+    collision: float = Field(
+        50.0,
+        ge=0,
+        description="rqvae: weight of the loss that tells items of one semantic ID apart",
+    )
+    workers: PositiveInt = Field(
+        1, description="rqvae: data-parallel workers; more than one needs the back end ray"
+    )
     seed: int = Field(0, ge=0, description="seed of the tokeniser, apart from the run's seed")
     min_perplexity: float = Field(
-        0.1, ge=0, le=1, description="collapsed below this: a level's perplexity as a share of the codes it can use"
+        0.1,
+        ge=0,
+        le=1,
+        description="collapsed below this: a level's perplexity as a share of the codes it can use",
     )
     max_dead: float = Field(
-        0.5, ge=0, le=1, description="collapsed above this: share of a level's codes without an item"
+        0.5,
+        ge=0,
+        le=1,
+        description="collapsed above this: share of a level's codes without an item",
     )
 
 
@@ -93,24 +123,35 @@ class Evaluation(Settings):
     """What is measured, on which split, and what selects."""
 
     protocol: str = Field("ratio-80-10-10", description="split and candidate set, by id")
-    split_seed: int = Field(42, ge=0, description="seed of the split and of sampled candidates; the same for all runs")
+    split_seed: int = Field(
+        42, ge=0, description="seed of the split and of sampled candidates; the same for all runs"
+    )
     order: Literal["time", "file"] = Field(
         "time",
-        description="of data without times: time refuses them where an order is needed, file takes that of their files",
+        description="of data without times: time refuses them where an order is needed, file "
+        "takes that of their files",
     )
     train_share: float = Field(
         1.0,
         gt=0,
         le=1,
-        description="share of its training interactions that a domain trains on; the others stay masked",
+        description="share of its training interactions that a domain trains on; the others "
+        "stay masked",
     )
-    ks: tuple[PositiveInt, ...] = Field((10, 20), min_length=1, description="cut-offs of the metrics")
+    ks: tuple[PositiveInt, ...] = Field(
+        (10, 20), min_length=1, description="cut-offs of the metrics"
+    )
     metrics: tuple[str, ...] = Field(
-        ("recall", "ndcg", "hit_rate", "mrr", "precision", "map", "coverage"), min_length=1, description="metric names"
+        ("recall", "ndcg", "hit_rate", "mrr", "precision", "map", "coverage"),
+        min_length=1,
+        description="metric names",
     )
     select: str = Field("recall_at_20", description="validation metric that selects the best round")
     every: PositiveInt = Field(1, description="rounds between two evaluations")
-    audit: bool = Field(False, description="attack the uploaded item vectors at the end (similarity-based inference)")
+    audit: bool = Field(
+        False,
+        description="attack the uploaded item vectors at the end (similarity-based inference)",
+    )
 
     @field_validator("protocol")
     @classmethod
@@ -130,13 +171,17 @@ class Evaluation(Settings):
     def model_post_init(self, _: Any) -> None:
         measured = [f"{name}_at_{k}" for name in self.metrics for k in self.ks]
         if self.select not in measured:
-            raise ValueError(f"select={self.select} is not measured{nearest(self.select, measured)}")
+            raise ValueError(
+                f"select={self.select} is not measured{nearest(self.select, measured)}"
+            )
 
 
 class Resources(Settings):
     """What every node gets, and which Ray cluster runs it."""
 
-    address: str | None = Field(None, description="address of a running Ray cluster; none starts a local one")
+    address: str | None = Field(
+        None, description="address of a running Ray cluster; none starts a local one"
+    )
     cpus_per_domain: float | None = Field(
         None, gt=0, description="CPU share per domain actor; none divides what is there"
     )
@@ -152,32 +197,53 @@ class Resources(Settings):
     gpu_memory_fraction: float | None = Field(
         None, gt=0, le=1, description="cap on a domain's share of its GPU's memory"
     )
-    threads: int = Field(1, ge=1, le=512, description="torch threads per node; part of what makes CPU runs bit-equal")
-    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field("PACK", description="Ray's strategy")
+    threads: int = Field(
+        1, ge=1, le=512, description="torch threads per node; part of what makes CPU runs bit-equal"
+    )
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        "PACK", description="Ray's strategy"
+    )
     start_timeout: float = Field(
-        120.0, gt=0, description="seconds without a sign of life of starting actors after which they are given up"
+        120.0,
+        gt=0,
+        description="seconds without a sign of life of starting actors after "
+        "which they are given up",
     )
     round_timeout: float = Field(
         21_600.0,
         gt=0,
-        description="seconds within which every node must have done its part of a round; later ones are lost",
+        description="seconds within which every node must have done its part of a round; later "
+        "ones are lost",
     )
     heartbeat_timeout: float = Field(
-        120.0, gt=0, description="seconds without a sign of life from a node's process after which it is lost"
+        120.0,
+        gt=0,
+        description="seconds without a sign of life from a node's process after which it is lost",
     )
     max_message_mb: float | None = Field(
-        None, gt=0, description="largest message in MiB; none: what the declared shapes add up to, 1024 for one without"
+        None,
+        gt=0,
+        description="largest message in MiB; none: what the declared shapes add up "
+        "to, 1024 for one without",
     )
     on_failure: Literal["rollback", "fail"] = Field(
-        "rollback", description="when a node is lost: rollback goes on from the last committed round; fail ends the run"
+        "rollback",
+        description="when a node is lost: rollback goes on from the last committed "
+        "round; fail ends the run",
     )
-    max_restarts: int = Field(2, ge=0, description="how often lost nodes are restarted from the last committed round")
+    max_restarts: int = Field(
+        2, ge=0, description="how often lost nodes are restarted from the last committed round"
+    )
 
     def without_ray(self) -> list[str]:
         """The settings, other than by default, that do nothing in a run in one process."""
         used = {"device", "threads", "gpus_per_domain", "max_message_mb"}
         fields = type(self).model_fields
-        return [name for name in fields if name not in used and getattr(self, name) != fields[name].get_default()]
+        return [
+            name
+            for name in fields
+            if name not in used and getattr(self, name) != fields[name].get_default()
+        ]
 
 
 class TrackingSettings(BaseModel):
@@ -185,17 +251,21 @@ class TrackingSettings(BaseModel):
 
     Args:
         enabled: record the run in MLflow at all.
-        uri: `http(s)://…` of an MLflow server, or a database (`sqlite:///PATH`, `postgresql://…`). None takes the
-            environment variable MLFLOW_TRACKING_URI, and without it `mlflow.db` in the folder that holds the runs.
+        uri: `http(s)://…` of an MLflow server, or a database (`sqlite:///PATH`, `postgresql://…`).
+            None takes the environment variable MLFLOW_TRACKING_URI, and without it `mlflow.db` in
+            the folder that holds the runs.
         experiment: name of the MLflow experiment.
         require: refuse to start when the store is out of reach, instead of spooling.
-        system_metrics: record CPU, memory and free disk of the driving machine once per round, after the
-            first minute: shorter runs have none.
+        system_metrics: record CPU, memory and free disk of the driving machine once per round,
+            after the first minute: shorter runs have none.
         parent_run_id: the MLflow run under which this one is shown (a study).
-        params: which of the method's values are the run's parameters, e.g. those that a study searches; None means all.
+        params: which of the method's values are the run's parameters, e.g. those that a study
+            searches; None means all.
         tags: added to the run's own tags.
-        artifacts: record files, figures and models besides metrics; they stay in the run's directory otherwise.
-        register_models: make each domain's model a new version of the registered model METHOD-DATA-DOMAIN.
+        artifacts: record files, figures and models besides metrics; they stay in the run's
+            directory otherwise.
+        register_models: make each domain's model a new version of the registered model
+            METHOD-DATA-DOMAIN.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -216,39 +286,58 @@ class TrackingSettings(BaseModel):
     def _without_password(cls, value: str | None) -> str | None:
         if value is not None and redact(value) != value:
             raise ValueError(
-                "a password does not belong in a run's files: set MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and "
+                "a password does not belong in a run's files: set MLFLOW_TRACKING_URI, or "
+                "MLFLOW_TRACKING_USERNAME and "
                 "MLFLOW_TRACKING_PASSWORD, in the environment"
             )
         return value
 
 
 class Privacy(Settings):
-    """How perturbed releases are counted, and when a run has to stop. Only for methods that declare releases."""
+    """How perturbed releases are counted, and when a run has to stop. Only for methods that declare
+    releases.
+    """
 
     budget: float | None = Field(
-        None, gt=0, description="largest total ε of any domain; a run stops before the round that would exceed it"
+        None,
+        gt=0,
+        description="largest total ε of any domain; a run stops before the round "
+        "that would exceed it",
     )
     counting: Literal["paper", "whole", "tight"] = Field(
         "whole",
-        description="which total the budget limits: the paper's, basic composition, or the tighter one at delta",
+        description="which total the budget limits: the paper's, basic composition, or the "
+        "tighter one at delta",
     )
-    delta: float = Field(1e-6, ge=0, lt=1, description="δ at which the tighter total (and Gaussian noise) is stated")
+    delta: float = Field(
+        1e-6, ge=0, lt=1, description="δ at which the tighter total (and Gaussian noise) is stated"
+    )
     noise_seed: int | None = Field(
-        None, ge=0, description="makes the noise reproducible, for tests: whoever knows it can remove the noise"
+        None,
+        ge=0,
+        description="makes the noise reproducible, for tests: whoever knows it can "
+        "remove the noise",
     )
 
 
 class Evaluated(Settings):
-    """The finished run whose selected model is measured again. Written by `crossfed evaluate`; such a run trains nothing."""
+    """The finished run whose selected model is measured again. Written by `crossfed evaluate`; such
+    a run trains nothing.
+    """
 
     run: str = Field(description="name of its directory")
-    protocol: str = Field(description="the protocol under which `evaluation.select` selected its model")
+    protocol: str = Field(
+        description="the protocol under which `evaluation.select` selected its model"
+    )
     ranking: dict[str, Any] = Field(
-        default_factory=dict, description="the method's keys that were otherwise then, with their values of then"
+        default_factory=dict,
+        description="the method's keys that were otherwise then, with their values of then",
     )
 
 
-Control = Literal["none", "noise", "shuffle", "stale", "solo", "peers-noise", "peers-shuffle", "peers-stale"]
+Control = Literal[
+    "none", "noise", "shuffle", "stale", "solo", "peers-noise", "peers-shuffle", "peers-stale"
+]
 
 
 class RunConfig(Settings):
@@ -256,9 +345,15 @@ class RunConfig(Settings):
 
     method: str = Field(description="method name, or package.module:ATTRIBUTE")
     preset: str | None = Field(None, description="a preset of the method")
-    config: dict[str, Any] = Field(default_factory=dict, description="the method's own values, in full")
-    data: Path | None = Field(None, description="a prepared data directory; none uses the embedded synthetic shops")
-    domains: tuple[str, ...] | None = Field(None, description="a subset of the data's domains, in this order")
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="the method's own values, in full"
+    )
+    data: Path | None = Field(
+        None, description="a prepared data directory; none uses the embedded synthetic shops"
+    )
+    domains: tuple[str, ...] | None = Field(
+        None, description="a subset of the data's domains, in this order"
+    )
     synthetic: Synthetic = Field(default_factory=Synthetic)
     text: Text = Field(default_factory=Text)
     tokeniser: Tokeniser = Field(default_factory=Tokeniser)
@@ -268,14 +363,20 @@ class RunConfig(Settings):
     privacy: Privacy = Field(default_factory=Privacy)
     control: Control = Field(
         "none",
-        description="replaces what every node receives: noise (same mean and variance), shuffle (rows), stale (the first); "
-        "peers-noise, peers-shuffle, peers-stale: only what other domains contributed; solo: every domain alone",
+        description="replaces what every node receives: noise (same mean and variance), "
+        "shuffle (rows), stale (the first); "
+        "peers-noise, peers-shuffle, peers-stale: only what other domains contributed; solo: "
+        "every domain alone",
     )
     seed: int = Field(0, ge=0, description="seed of every random number of the run but the split's")
     backend: Literal["ray", "inprocess"] = Field("ray", description="Ray actors, or one process")
-    out: Path = Field(Path("runs"), description="folder of run directories, or a URI, which then is mirrored")
+    out: Path = Field(
+        Path("runs"), description="folder of run directories, or a URI, which then is mirrored"
+    )
     mirror: str | None = Field(
-        None, description="URI (s3://bucket/prefix …) to which every commit and the results are copied as well"
+        None,
+        description="URI (s3://bucket/prefix …) to which every commit and the results "
+        "are copied as well",
     )
     checkpoint_every: PositiveInt = Field(1, description="rounds between two committed checkpoints")
     evaluated: Evaluated | None = Field(
@@ -297,10 +398,22 @@ class RunConfig(Settings):
         return self.resolved.Config.model_validate(self.config)
 
     def hash(self) -> str:
-        """Twelve hex digits over what can change a number; seed and data stand beside it, and how it is run changes none."""
+        """Twelve hex digits over what can change a number; seed and data stand beside it, and how
+        it is run changes none.
+        """
         told = self.model_dump(
             mode="json",
-            exclude={"out", "mirror", "tracking", "preset", "resources", "backend", "checkpoint_every", "seed", "data"},
+            exclude={
+                "out",
+                "mirror",
+                "tracking",
+                "preset",
+                "resources",
+                "backend",
+                "checkpoint_every",
+                "seed",
+                "data",
+            },
         )
         told["threads"] = self.resources.threads
         if "sids" not in self.resolved.artifacts:
@@ -322,7 +435,10 @@ class RunConfig(Settings):
 
     def to_yaml(self) -> str:
         """The run in full, as YAML that `crossfed run FILE` accepts."""
-        return f"# crossfed run THIS_FILE\n{yaml.safe_dump(self.model_dump(mode='json'), sort_keys=False)}"
+        return (
+            f"# crossfed run "
+            f"THIS_FILE\n{yaml.safe_dump(self.model_dump(mode='json'), sort_keys=False)}"
+        )
 
 
 def _leaves(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
@@ -352,8 +468,12 @@ def first_error(error: ValidationError, where: str, model: type[BaseModel]) -> C
         scope: Any = model
         for part in parent:
             kind = scope.model_fields[str(part)].annotation
-            scope = next(one for one in (kind, *typing.get_args(kind)) if hasattr(one, "model_fields"))
-        return CrossfedError(f"{where}: unknown key {key!r}{nearest(str(first['loc'][-1]), scope.model_fields)}")
+            scope = next(
+                one for one in (kind, *typing.get_args(kind)) if hasattr(one, "model_fields")
+            )
+        return CrossfedError(
+            f"{where}: unknown key {key!r}{nearest(str(first['loc'][-1]), scope.model_fields)}"
+        )
     if first["type"] == "missing":
         return CrossfedError(f"{where}: {key} is missing.")
     if isinstance(inner := first.get("ctx", {}).get("error"), CrossfedError):
@@ -361,25 +481,35 @@ def first_error(error: ValidationError, where: str, model: type[BaseModel]) -> C
     message = first["msg"].removeprefix("Value error, ")
     given = redact(first["input"]) if isinstance(first["input"], str) else first["input"]
     value = "" if isinstance(given, dict) else f" = {given!r}"
-    return CrossfedError(f"{where}: {key}{value} is not possible: {message[0].lower()}{message[1:].rstrip('.')}.")
+    return CrossfedError(
+        f"{where}: {key}{value} is not possible: {message[0].lower()}{message[1:].rstrip('.')}."
+    )
 
 
 def declared_search(method: str) -> dict[str, Any]:
-    """The `search:` block of a method's YAML file: what its authors search, as raw values; empty where there is none."""
+    """The `search:` block of a method's YAML file: what its authors search, as raw values; empty
+    where there is none.
+    """
     return dict(method_file(method).get("search") or {})
 
 
 UNREADABLE = (ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError)
-"""What PyYAML raises besides its own errors: for dates that there are not, numbers without end, brackets without end."""
+"""What PyYAML raises besides its own errors: for dates that there are not, numbers without end,
+brackets without end.
+"""
 
 
 def parse_value(text: str, option: str = "--set") -> Any:
-    """The value of `--set key=value`: YAML, so `0.5`, `true`, `[10, 20]`, `null` and plain words mean what they look like."""
+    """The value of `--set key=value`: YAML, so `0.5`, `true`, `[10, 20]`, `null` and plain words
+    mean what they look like.
+    """
     try:
         value = load_yaml(text)
     except (yaml.YAMLError, *UNREADABLE) as error:
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise CrossfedError(f"{option}: {text[:200]!r} is not a value YAML can read: {problem}.") from error
+        raise CrossfedError(
+            f"{option}: {text[:200]!r} is not a value YAML can read: {problem}."
+        ) from error
     if isinstance(value, str):
         try:
             return float(value)  # YAML 1.1 reads 1e-3 as a word
@@ -399,7 +529,9 @@ def _set(target: dict[str, Any], dotted: str, value: Any) -> None:
     for part in path:
         inner = target.get(part) or {}
         if not isinstance(inner, Mapping):
-            raise CrossfedError(f"{part} = {inner!r} is not possible: it holds keys such as {dotted}.")
+            raise CrossfedError(
+                f"{part} = {inner!r} is not possible: it holds keys such as {dotted}."
+            )
         target[part] = dict(inner)
         target = target[part]
     target[last] = value
@@ -442,12 +574,15 @@ def build(
     Args:
         method: a method's name, or a run's YAML file (recognised by its ending).
         preset: one of the method's presets.
-        sets: `key=value` strings; a key is one of the method's own or a dotted key of the run (`resources.threads`).
-        values: run-level values given as options (data, seed, out, backend, …); None means "not given".
+        sets: `key=value` strings; a key is one of the method's own or a dotted key of the run
+            (`resources.threads`).
+        values: run-level values given as options (data, seed, out, backend, …); None means "not
+            given".
         settings: keys as in `sets`, with their values as Python objects.
 
     Raises:
-        CrossfedError: an unknown key, a wrong type or an impossible value, named with what is allowed.
+        CrossfedError: an unknown key, a wrong type or an impossible value, named with what is
+            allowed.
     """
     where, raw = "run", dict[str, Any](method=method)
     if method.endswith((".yaml", ".yml")):
@@ -456,19 +591,25 @@ def build(
             raise CrossfedError(f"{where}: method is missing.")
         if not isinstance(raw.get("config") or {}, dict):
             raise CrossfedError(
-                f"{where}: config = {raw['config']!r} is not possible: it maps the method's keys to values."
+                f"{where}: config = {raw['config']!r} is not possible: it maps the method's "
+                f"keys to values."
             )
     Config, name = config_class(raw["method"]), _shown(raw["method"])
     shipped = method_file(raw["method"])
     preset = preset if preset is not None else raw.get("preset")
     presets = shipped.get("presets", {})
-    if preset is not None and preset not in list(presets):  # a list, because YAML may give what cannot be hashed
+    # a list, because YAML may give what cannot be hashed
+    if preset is not None and preset not in list(presets):
         raise CrossfedError(f"{name} has no preset {preset!r}{nearest(str(preset), presets)}")
     raw = {**raw, "preset": preset}
     for key, value in (values or {}).items():
         if value is not None:
             _set(raw, key, value)
-    own: dict[str, Any] = {**shipped.get("config", {}), **presets.get(preset, {}), **(raw.get("config") or {})}
+    own: dict[str, Any] = {
+        **shipped.get("config", {}),
+        **presets.get(preset, {}),
+        **(raw.get("config") or {}),
+    }
 
     own_fields = Config.model_fields
     of_run = run_keys()
@@ -481,11 +622,19 @@ def build(
         key, equals, value = text.partition("=")
         key = key.strip().removeprefix("config.")
         if not equals or not value:
-            raise CrossfedError(f"--set {text!r} must read key=value; the value null stands for none.")
+            raise CrossfedError(
+                f"--set {text!r} must read key=value; the value null stands for none."
+            )
         if key in own_fields:
             own[key] = value if own_fields[key].annotation is str else parse_value(value)
         elif key in of_run:
-            _set(raw, key, value if _accepts(of_run[key].annotation, str) and value != "null" else parse_value(value))
+            _set(
+                raw,
+                key,
+                value
+                if _accepts(of_run[key].annotation, str) and value != "null"
+                else parse_value(value),
+            )
         else:
             raise unknown_key(f"--set: unknown key {key!r}", key)
     for key, value in (settings or {}).items():

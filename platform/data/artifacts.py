@@ -1,11 +1,12 @@
-"""Artifacts: arrays computed once and shared by runs, trials and actors, kept under the hash of what made them.
+"""Artifacts: arrays computed once and shared by runs, trials and actors, kept under the hash of
+what made them.
 
     ROOT/text/ab/ab12….npy    the array
     ROOT/text/ab/ab12….json   what it is, and the array file's size and SHA-256
 
-ROOT is `$CROSSFED_CACHE`, or else `~/.cache/crossfed`. An array is written beside its place and then moved there, its
-description after it; a file that does not agree with its description is computed again. Of several processes that want
-the same array, one computes it and the others wait.
+ROOT is `$CROSSFED_CACHE`, or else `~/.cache/crossfed`. An array is written beside its place and
+then moved there, its description after it; a file that does not agree with its description is
+computed again. Of several processes that want the same array, one computes it and the others wait.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
 
-from crossfed.platform.data.text import DEFAULT_ENCODER, MissingText, Progress, embed, make_encoder, missing_rows
+from crossfed.platform.data.text import (
+    DEFAULT_ENCODER,
+    MissingText,
+    Progress,
+    embed,
+    make_encoder,
+    missing_rows,
+)
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.uris import home
 
@@ -39,8 +47,13 @@ def default_root() -> Path:
     if given:
         return Path(given).expanduser()
     folder = home()
-    # without a home, as for a container's uid that has none: one per user in the folder for temporary files
-    return folder / ".cache" / "crossfed" if folder else Path(tempfile.gettempdir()) / f"crossfed-{os.getuid()}"
+    # without a home, as for a container's uid that has none: one per user in the folder for
+    # temporary files
+    return (
+        folder / ".cache" / "crossfed"
+        if folder
+        else Path(tempfile.gettempdir()) / f"crossfed-{os.getuid()}"
+    )
 
 
 def text_key(encoder_id: str, texts: Sequence[str], missing: MissingText) -> str:
@@ -83,7 +96,8 @@ class ArtifactStore:
             progress: told (texts done, texts in all) while encoding.
 
         Returns:
-            the file, its contents as a read-only memory map float32 [n_items, width], and whether it was there already.
+            the file, its contents as a read-only memory map float32 [n_items, width], and whether
+            it was there already.
 
         Raises:
             CrossfedError: as `embed` and `ensure` do.
@@ -94,10 +108,17 @@ class ArtifactStore:
             "text",
             text_key(encoder.id, texts, missing),
             lambda: embed(texts, encoder, missing, domain, progress),
-            {"encoder": encoder.id, "missing": missing, "without_text": len(absent), "items": len(texts)},
+            {
+                "encoder": encoder.id,
+                "missing": missing,
+                "without_text": len(absent),
+                "items": len(texts),
+            },
         )
         if not np.isfinite(vectors).all():
-            raise CrossfedError(f"The text vectors of {domain} in {path} hold NaN or infinity; delete that file.")
+            raise CrossfedError(
+                f"The text vectors of {domain} in {path} hold NaN or infinity; delete that file."
+            )
         return path, vectors, hit
 
     def ensure(
@@ -106,7 +127,8 @@ class ArtifactStore:
         """The array of a key, computed where it is not there yet.
 
         Args:
-            kind: a folder for this sort of artifact. key: hash over everything that the array depends on.
+            kind: a folder for this sort of artifact. key: hash over everything that the array
+                depends on.
             compute: makes the array. about: what it is, as JSON values; kept beside it.
 
         Returns:
@@ -130,7 +152,8 @@ class ArtifactStore:
             stored = _open(path)
         if stored is None:
             raise CrossfedError(
-                f"{path} does not read back as it was written; check the disk, or set CROSSFED_CACHE to another folder."
+                f"{path} does not read back as it was written; check the disk, or set "
+                f"CROSSFED_CACHE to another folder."
             )
         return path, stored, False
 
@@ -140,7 +163,8 @@ class ArtifactStore:
             yield
         except OSError as error:
             raise CrossfedError(
-                f"Cannot write the artifact cache {self.root}: {error.strerror or error}; make room there, "
+                f"Cannot write the artifact cache {self.root}: {error.strerror or error}; make "
+                f"room there, "
                 "or set CROSSFED_CACHE to a folder that can be written."
             ) from error
 
@@ -180,7 +204,9 @@ def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> tuple[int, str
 
 
 def _open(path: Path) -> Array | None:
-    """The array in read-only memory, or None where it is absent or does not agree with its description."""
+    """The array in read-only memory, or None where it is absent or does not agree with its
+    description.
+    """
     try:
         described = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
         with path.open("rb") as file:

@@ -1,4 +1,5 @@
-"""Columns as they are collected from a file: ids, texts, numbers and times, each with its one rule of normalising.
+"""Columns as they are collected from a file: ids, texts, numbers and times, each with its one rule
+of normalising.
 
 | column | rule |
 |---|---|
@@ -72,11 +73,12 @@ class Texts:
 
 
 def plain_text(value: object) -> str:
-    """A single value as text: "" for none, whole numbers without `.0`, binary decoded, blanks around it removed.
+    """A single value as text: "" for none, whole numbers without `.0`, binary decoded, blanks
+    around it removed.
 
     Raises:
-        ValueError: binary that is not UTF-8, or a floating-point number that stands for several whole ones. TypeError: a list
-            or a record.
+        ValueError: binary that is not UTF-8, or a floating-point number that stands for several
+            whole ones. TypeError: a list or a record.
     """
     if isinstance(value, str):
         return value.strip()
@@ -99,8 +101,8 @@ def plain_text(value: object) -> str:
 
 
 def plain_ids(values: Sequence[object]) -> list[str]:
-    """A column's ids as text. Where every one is a number that ends in `.0`, as pandas writes whole numbers of a column
-    with gaps, the ending goes: no two ids become one by that."""
+    """A column's ids as text. Where every one is a number that ends in `.0`, as pandas writes whole
+    numbers of a column with gaps, the ending goes: no two ids become one by that."""
     texts = [plain_text(value) for value in values]
     filled = [text for text in texts if text]
     if filled and all(map(POINT_ZERO.fullmatch, filled)):
@@ -112,12 +114,15 @@ class TextColumn:
     """Collects one column as codes; the distinct values are normalised once, at the end.
 
     Args:
-        normal: distinct values → texts, one each. each_point_zero: whether a value loses its `.0` by itself.
+        normal: distinct values → texts, one each. each_point_zero: whether a value loses its `.0`
+            by itself.
     """
 
     def __init__(
         self,
-        normal: Callable[[Sequence[object]], list[str]] = lambda values: list(map(plain_text, values)),
+        normal: Callable[[Sequence[object]], list[str]] = lambda values: list(
+            map(plain_text, values)
+        ),
         each_point_zero: bool = False,
     ) -> None:
         self._normal, self._strip = normal, each_point_zero
@@ -138,10 +143,14 @@ class TextColumn:
         numbers = self._numbers
         if isinstance(values, pa.Array):
             values = values.to_pylist()
-        self._codes.append(np.array([numbers.setdefault(value, len(numbers)) for value in values], np.int32))
+        self._codes.append(
+            np.array([numbers.setdefault(value, len(numbers)) for value in values], np.int32)
+        )
 
     def _settle(self) -> None:
-        """Give the values of pending arrays their codes: Arrow finds the distinct ones faster than a dictionary does."""
+        """Give the values of pending arrays their codes: Arrow finds the distinct ones faster than
+        a dictionary does.
+        """
         if not self._pending:
             return
         numbers, unified = self._numbers, pa.chunked_array(self._pending).unify_dictionaries()
@@ -176,11 +185,17 @@ class NumberColumn:
         """Add rows; raises `Wrong` at the first that is no number."""
         if isinstance(values, pa.Array):
             numeric = pa.types.is_integer(values.type) or pa.types.is_floating(values.type)
-            values = pc.cast(values, pa.float64()).to_numpy(zero_copy_only=False) if numeric else values.to_pylist()
+            values = (
+                pc.cast(values, pa.float64()).to_numpy(zero_copy_only=False)
+                if numeric
+                else values.to_pylist()
+            )
         try:
             self._values.append(np.array(values, np.float64))
         except (TypeError, ValueError):
-            self._values.append(np.array([self._one(row, value) for row, value in enumerate(values)], np.float64))
+            self._values.append(
+                np.array([self._one(row, value) for row, value in enumerate(values)], np.float64)
+            )
 
     @staticmethod
     def _one(row: int, value: Any) -> float:
@@ -213,8 +228,9 @@ class Times:
     """Times of all rows, exactly.
 
     Attributes:
-        whole: int64 [n_rows], seconds since 1970, or an order. nanoseconds: int32 [n_rows] beside them, from 0 to
-            999,999,999; None where all are 0. missing: bool [n_rows]; None where no row lacks a time.
+        whole: int64 [n_rows], seconds since 1970, or an order. nanoseconds: int32 [n_rows] beside
+            them, from 0 to 999,999,999; None where all are 0. missing: bool [n_rows]; None where no
+            row lacks a time.
     """
 
     whole: npt.NDArray[np.int64]
@@ -233,7 +249,8 @@ class TimeColumn:
     """Collects times.
 
     Args:
-        unit: one of `NUMERIC`, a date format in UTC, or None: numbers are seconds and anything else an ISO date.
+        unit: one of `NUMERIC`, a date format in UTC, or None: numbers are seconds and anything else
+            an ISO date.
         allow_missing: whether a row may have no time.
     """
 
@@ -253,7 +270,11 @@ class TimeColumn:
                 return
             values = values.to_pylist()
         if self._numeric:
-            array = np.asarray(values) if not any(isinstance(v, (list, dict, tuple)) for v in values[:1]) else None
+            array = (
+                np.asarray(values)
+                if not any(isinstance(v, (list, dict, tuple)) for v in values[:1])
+                else None
+            )
             if array is not None and array.ndim == 1:
                 if array.dtype.kind == "U":
                     try:
@@ -262,7 +283,11 @@ class TimeColumn:
                         array = array.astype(object)
                 if array.dtype.kind == "i" and self._extend_integers(array.astype(np.int64)):
                     return
-                if array.dtype.kind == "f" and np.isfinite(array).all() and self._extend_floats(array):
+                if (
+                    array.dtype.kind == "f"
+                    and np.isfinite(array).all()
+                    and self._extend_floats(array)
+                ):
                     return
         self._extend_each(values)
 
@@ -283,8 +308,15 @@ class TimeColumn:
             return True
         if not self._numeric:
             return False
-        if pa.types.is_decimal(kind) and self._step == 1 and self.unit != "days" and kind.scale == 9:
-            words = np.frombuffer(values.buffers()[1], "<i8").reshape(-1, 2)[values.offset :][: len(values)]
+        if (
+            pa.types.is_decimal(kind)
+            and self._step == 1
+            and self.unit != "days"
+            and kind.scale == 9
+        ):
+            words = np.frombuffer(values.buffers()[1], "<i8").reshape(-1, 2)[values.offset :][
+                : len(values)
+            ]
             low, high = words[:, 0], words[:, 1]
             if (high == low >> np.int64(63)).all():
                 whole, rest = self._parted(low, _NANOSECONDS)
@@ -307,18 +339,26 @@ class TimeColumn:
             return None  # told with its line when the rows are read one by one
 
     @staticmethod
-    def _parted(numbers: npt.NDArray[np.int64], step: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32] | int]:
+    def _parted(
+        numbers: npt.NDArray[np.int64], step: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32] | int]:
         if step == 1:
             return numbers, 0
         whole, rest = np.divmod(numbers, step)
         return whole, (rest * (_NANOSECONDS // step)).astype(np.int32)
 
     def _plausible(self, whole: npt.NDArray[np.int64]) -> bool:
-        return self.unit == "order" or not len(whole) or bool(max(whole.max(), -whole.min()) < _FAR_FUTURE)
+        return (
+            self.unit == "order"
+            or not len(whole)
+            or bool(max(whole.max(), -whole.min()) < _FAR_FUTURE)
+        )
 
     def _extend_integers(self, numbers: npt.NDArray[np.int64]) -> bool:
         if self.unit == "days":
-            numbers = numbers * _DAY if len(numbers) and np.abs(numbers).max() < _FAR_FUTURE else numbers
+            numbers = (
+                numbers * _DAY if len(numbers) and np.abs(numbers).max() < _FAR_FUTURE else numbers
+            )
         whole, rest = self._parted(numbers, self._step)
         if not self._plausible(whole):
             return False
@@ -341,7 +381,12 @@ class TimeColumn:
         self._add(seconds, nanoseconds.astype(np.int32) if nanoseconds.any() else 0)
         return True
 
-    def _add(self, whole: npt.NDArray[np.int64], nanoseconds: npt.NDArray[np.int32] | int, missing: Any = None) -> None:
+    def _add(
+        self,
+        whole: npt.NDArray[np.int64],
+        nanoseconds: npt.NDArray[np.int32] | int,
+        missing: Any = None,
+    ) -> None:
         self._whole.append(whole)
         some = isinstance(nanoseconds, np.ndarray) and nanoseconds.any()
         self._nanoseconds.append(nanoseconds if some else len(whole))
@@ -362,11 +407,15 @@ class TimeColumn:
                 raise Wrong(row, values[row], hint) from error
             if known is None:
                 if not self._allow_missing:
-                    raise Wrong(row, values[row], "`missing_time: drop` in the recipe leaves such rows out")
+                    raise Wrong(
+                        row, values[row], "`missing_time: drop` in the recipe leaves such rows out"
+                    )
                 missing[row] = True
             else:
                 pairs[row] = known
-        self._add(pairs[:, 0].copy(), pairs[:, 1].astype(np.int32), missing if missing.any() else None)
+        self._add(
+            pairs[:, 0].copy(), pairs[:, 1].astype(np.int32), missing if missing.any() else None
+        )
 
     @staticmethod
     def _absent(value: Any) -> bool:
@@ -401,7 +450,9 @@ class TimeColumn:
             value = datetime.combine(value, time())
         if not isinstance(value, datetime):
             raise ValueError("no time")
-        since = (value if value.tzinfo else value.replace(tzinfo=UTC)) - datetime(1970, 1, 1, tzinfo=UTC)
+        since = (value if value.tzinfo else value.replace(tzinfo=UTC)) - datetime(
+            1970, 1, 1, tzinfo=UTC
+        )
         if nanoseconds is None:
             nanoseconds = since.microseconds * 1000 + int(getattr(value, "nanosecond", 0))
         return since.days * _DAY + since.seconds, nanoseconds
@@ -412,13 +463,19 @@ class TimeColumn:
         scale = Decimal(_DAY) if self.unit == "days" else Decimal(1) / self._step
         if abs(number * scale) >= (2**63 if self.unit == "order" else _FAR_FUTURE):
             raise ValueError(f"no time in {self.unit or 'seconds'}{self._unit_hint(abs(number))}")
-        return divmod(int((number * scale * _NANOSECONDS).to_integral_value(ROUND_FLOOR)), _NANOSECONDS)
+        return divmod(
+            int((number * scale * _NANOSECONDS).to_integral_value(ROUND_FLOOR)), _NANOSECONDS
+        )
 
     @staticmethod
     def _unit_hint(number: Decimal) -> str:
         """The unit in which a number would be a date of our time."""
         fitting = [unit for unit, step in UNITS.items() if 10**8 <= number / step < 10**10]
-        return f": if the source has {fitting[0]}, set `time: {fitting[0]}`" if fitting else ": set `time:` to its unit"
+        return (
+            f": if the source has {fitting[0]}, set `time: {fitting[0]}`"
+            if fitting
+            else ": set `time:` to its unit"
+        )
 
     def finish(self) -> Times:
         """Times of all rows."""
@@ -430,7 +487,9 @@ def _joined(parts: Sequence[npt.NDArray[Any] | int], dtype: Any) -> Any:
     """The parts in a row, a number standing for so many zeros; None where all are."""
     if all(isinstance(part, int) for part in parts):
         return None
-    return np.concatenate([np.zeros(part, dtype) if isinstance(part, int) else part for part in parts])
+    return np.concatenate(
+        [np.zeros(part, dtype) if isinstance(part, int) else part for part in parts]
+    )
 
 
 __all__ = [

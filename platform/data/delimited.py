@@ -1,8 +1,9 @@
 """Lines of delimited files: which separator and quoting they have, and line by line their fields.
 
-Quotation marks are the trap: one that opens and is never meant to close takes the rows after it into its field. So a
-quoted field may span only so many lines, none of which may look like a row of its own; where it does, the line is read
-by itself, its marks as plain characters, and what cannot be read is counted line by line.
+Quotation marks are the trap: one that opens and is never meant to close takes the rows after it
+into its field. So a quoted field may span only so many lines, none of which may look like a row of
+its own; where it does, the line is read by itself, its marks as plain characters, and what cannot
+be read is counted line by line.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def fields_of(line: str, separator: str, quoted: bool = True) -> list[str]:
 
 
 def sniff_separator(lines: Sequence[str]) -> str:
-    """The separator that parts most lines into as many fields as the first line; a comma where none does.
+    """The separator that parts most lines into as many fields as the first line; a comma where none
+    does.
 
     Args:
         lines: the first lines that are not blank, without line breaks.
@@ -62,7 +64,9 @@ def _shape(field: str) -> str:
 
 
 def like(fields: Sequence[str], others: Sequence[str]) -> bool:
-    """Whether two rows' fields look alike: numbers where the other has numbers, dates where it has dates."""
+    """Whether two rows' fields look alike: numbers where the other has numbers, dates where it has
+    dates.
+    """
     return [_shape(field) for field in fields] == [_shape(field) for field in others]
 
 
@@ -75,11 +79,18 @@ class Parser:
     Args:
         separator: of the fields. quoted: whether quotation marks quote. width: fields of a row.
         ids: places of the fields in which a stray quotation mark makes a line broken.
-        max_lines: how many lines one row may span. sample: some of the first lines, to know how a row looks.
+        max_lines: how many lines one row may span. sample: some of the first lines, to know how a
+            row looks.
     """
 
     def __init__(
-        self, separator: str, quoted: bool, width: int, ids: Iterable[int], max_lines: int, sample: Sequence[str] = ()
+        self,
+        separator: str,
+        quoted: bool,
+        width: int,
+        ids: Iterable[int],
+        max_lines: int,
+        sample: Sequence[str] = (),
     ) -> None:
         self.separator, self.quoted, self.width = separator, quoted and len(separator) == 1, width
         self._ids, self._max_lines = tuple(ids), max_lines
@@ -101,7 +112,9 @@ class Parser:
             _shape(fields[place]) == shape for place, shape in self._stable.items()
         )
 
-    def parse(self, line: str, peek: Callable[[int], Sequence[str]]) -> tuple[list[str] | None, int, str]:
+    def parse(
+        self, line: str, peek: Callable[[int], Sequence[str]]
+    ) -> tuple[list[str] | None, int, str]:
         """The fields of the row that begins with a line.
 
         Args:
@@ -133,8 +146,12 @@ class Parser:
             return fields, 1, ""
         return None, 1, reason
 
-    def _spanned(self, line: str, peek: Callable[[int], Sequence[str]]) -> tuple[list[str], int] | None:
-        """The row that begins with a line and ends in a later one; None where that would take rows into a field."""
+    def _spanned(
+        self, line: str, peek: Callable[[int], Sequence[str]]
+    ) -> tuple[list[str], int] | None:
+        """The row that begins with a line and ends in a later one; None where that would take rows
+        into a field.
+        """
         taken = [line, *islice(peek(self._max_lines - 1), self._max_lines - 1)]
         reader = csv.reader((f"{one}\n" for one in taken), delimiter=self.separator, strict=True)
         try:
@@ -148,7 +165,8 @@ class Parser:
 
 
 def sniff_quoting(lines: Sequence[str], separator: str, max_lines: int) -> bool:
-    """Whether quotation marks quote: not where tabs part lines that are whole without it and marks stand inside fields.
+    """Whether quotation marks quote: not where tabs part lines that are whole without it and marks
+    stand inside fields.
 
     Args:
         lines: the first lines, without line breaks; the first decides how many fields there are.

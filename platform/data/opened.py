@@ -1,7 +1,9 @@
-"""The bytes of a published file, as blocks of whole lines: decompressed, and in an encoding whose line break is one byte.
+"""The bytes of a published file, as blocks of whole lines: decompressed, and in an encoding whose
+line break is one byte.
 
-What a file is shows in its first bytes: gzip, bzip2, xz, zstd and lz4 are undone, UTF-16 and UTF-32 become UTF-8, and what
-cannot be read here (archives, databases, pickles, web pages in place of a download …) is refused by its name.
+What a file is shows in its first bytes: gzip, bzip2, xz, zstd and lz4 are undone, UTF-16 and UTF-32
+become UTF-8, and what cannot be read here (archives, databases, pickles, web pages in place of a
+download …) is refused by its name.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ _FOREIGN = {
     b"%PDF": "is a PDF document; give the data themselves",
     b"\xd0\xcf\x11\xe0": "is an Excel workbook of the old kind; save it as .xlsx or CSV",
     b"\x93NUMPY": "is a NumPy array; write it as Parquet or CSV with a header",
-    b"version https://git-lfs": "is a pointer of Git LFS, not the file; fetch it with `git lfs pull`",
+    b"version https://git-lfs": "is a pointer of Git LFS, not the file; fetch it with `git lfs "
+    "pull`",
 }
 _PICKLES = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
 _PAGES = (b"<!doctype html", b"<html")
@@ -55,7 +58,9 @@ _MARKS = {
 
 
 def line_based(encoding: str) -> bool:
-    """Whether a line break is one byte in an encoding; raises LookupError where there is no such encoding."""
+    """Whether a line break is one byte in an encoding; raises LookupError where there is no such
+    encoding.
+    """
     return "\n".encode(encoding) == b"\n"
 
 
@@ -63,11 +68,13 @@ class Opened:
     """A file whose bytes are understood.
 
     Attributes:
-        head: the first bytes, decompressed and recoded, without a mark of UTF-8; whole lines where the file has more.
+        head: the first bytes, decompressed and recoded, without a mark of UTF-8; whole lines where
+            the file has more.
         encoding: of `head` and of the blocks.
 
     Args:
-        encoding: as stated by the user; None takes UTF-8, and UTF-16 or UTF-32 where the bytes say so.
+        encoding: as stated by the user; None takes UTF-8, and UTF-16 or UTF-32 where the bytes say
+            so.
 
     Raises:
         CrossfedError: the file is of a kind that is not read.
@@ -100,7 +107,9 @@ class Opened:
 
     def _pieces(self, size: int) -> Iterator[bytes]:
         """The file's bytes, recoded where they have to be."""
-        recode = None if self._coded == self.encoding else codecs.getincrementaldecoder(self._coded)()
+        recode = (
+            None if self._coded == self.encoding else codecs.getincrementaldecoder(self._coded)()
+        )
         with self._file() as file:
             first = True
             while piece := _read(file, size):
@@ -113,7 +122,8 @@ class Opened:
                 recode.decode(b"", final=True)
 
     def blocks(self, size: int = BLOCK) -> Iterator[bytes]:
-        """Blocks of about `size` bytes, each of whole lines; only the last may lack its line break."""
+        """Blocks of about `size` bytes, each of whole lines; only the last may lack its line break.
+        """
         left: list[bytes] = []
         for piece in self._pieces(size):
             end = piece.rfind(b"\n") + 1
@@ -151,7 +161,8 @@ def _refuse_foreign(path: Path, head: bytes, compressed: bool) -> None:
             raise CrossfedError(f"{path} {words}.")
     if head.startswith(_PICKLES):
         raise CrossfedError(
-            f"{path} is a Python pickle, which is not loaded because it may run any code; write it as Parquet or CSV."
+            f"{path} is a Python pickle, which is not loaded because it may run any code; "
+            f"write it as Parquet or CSV."
         )
     if compressed and head.startswith(tuple(_COMPRESSIONS)):
         raise CrossfedError(f"{path} is compressed twice; decompress it once.")
@@ -178,11 +189,16 @@ def _wide(head: bytes) -> str | None:
 
 
 def encoding_hint(line: bytes) -> str:
-    """What encoding a line that is not UTF-8 may have, as advice: the bytes 0x80 to 0x9f are no letters in Latin-1."""
+    """What encoding a line that is not UTF-8 may have, as advice: the bytes 0x80 to 0x9f are no
+    letters in Latin-1.
+    """
     if b"\0" in line:
         return "the line holds zero bytes: the file is damaged, or binary"
     if any(0x80 <= byte <= 0x9F for byte in line):
-        return "set `encoding` of this source, e.g. cp1252 (Western Windows), cp1251 (Cyrillic), gb18030 or shift_jis"
+        return (
+            "set `encoding` of this source, e.g. cp1252 (Western Windows), cp1251 "
+            "(Cyrillic), gb18030 or shift_jis"
+        )
     return "set `encoding` of this source, e.g. latin-1"
 
 

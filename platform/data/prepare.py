@@ -1,19 +1,22 @@
 """From published files to prepared data by a recipe: `prepare(SPEC.yaml, DIR)`.
 
-A spec names the domains, the files of each and the recipe; `shipped()` lists those that come with crossfed. The steps, each
-counted in the manifest under `domains.<name>.preparation`:
+A spec names the domains, the files of each and the recipe; `shipped()` lists those that come with
+crossfed. The steps, each counted in the manifest under `domains.<name>.preparation`:
 
-1. rows without user or item are dropped, then rows by the recipe: `missing_time`, `required`, `cancellations`,
-   `min_quantity`, `min_rating`, and the domain's `keep`;
+1. rows without user or item are dropped, then rows by the recipe: `missing_time`, `required`,
+   `cancellations`, `min_quantity`, `min_rating`, and the domain's `keep`;
 2. rows are ordered by time; equal times by the `ties` rule;
-3. of rows that agree in the `unique` columns the first or last in that order is kept (`duplicates`);
-4. users with fewer than `user_core` and items with fewer than `item_core` interactions are dropped, over and over until none
-   is left; with `users: shared` users that are not in every domain are dropped in the same loop;
-5. texts are joined and cleaned; with `without_text: drop` items without text go, and step 4 is repeated;
+3. of rows that agree in the `unique` columns the first or last in that order is kept
+   (`duplicates`);
+4. users with fewer than `user_core` and items with fewer than `item_core` interactions are dropped,
+   over and over until none is left; with `users: shared` users that are not in every domain are
+   dropped in the same loop;
+5. texts are joined and cleaned; with `without_text: drop` items without text go, and step 4 is
+   repeated;
 6. users and items are numbered in the order of their ids.
 
-What each step took is told on the screen as well, and what looks odd: ids such as `nan`, dates of another age, ids that are
-numbers of each domain's own.
+What each step took is told on the screen as well, and what looks odd: ids such as `nan`, dates of
+another age, ids that are numbers of each domain's own.
 """
 
 from __future__ import annotations
@@ -31,7 +34,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from crossfed.platform.data import plausibility
 from crossfed.platform.data.columns import stable_order
-from crossfed.platform.data.readers import Progress, Source, Table, Texts, joined, read_items, read_table
+from crossfed.platform.data.readers import (
+    Progress,
+    Source,
+    Table,
+    Texts,
+    joined,
+    read_items,
+    read_table,
+)
 from crossfed.platform.data.store import PreparedData, Writer, valid_domain_name
 from crossfed.platform.data.text import join_fields
 from crossfed.platform.errors import CrossfedError
@@ -63,19 +74,26 @@ class Recipe(_Strict):
     """How rows become interactions."""
 
     unique: Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        ("user", "item"), description="the parts or columns in which two rows agree that count as one interaction"
+        ("user", "item"),
+        description="the parts or columns in which two rows agree that count as one interaction",
     )
     duplicates: Literal["first", "last", "all"] = Field(
         "first",
-        description="which of such rows is kept, in time order; all keeps every row, and is refused where a user then has an "
+        description="which of such rows is kept, in time order; all keeps every row, and is "
+        "refused where a user then has an "
         "item more than once",
     )
     missing_time: Literal["drop", "error"] = Field(
         "error",
-        description="rows without a time are dropped and counted, or refused; `required: [time]` drops them, too",
+        description="rows without a time are dropped and counted, or refused; `required: "
+        "[time]` drops them, too",
     )
-    min_rating: float | None = Field(None, description="the lowest rating that is kept; not given: all")
-    min_quantity: float | None = Field(None, description="the lowest quantity that is kept; not given: all")
+    min_rating: float | None = Field(
+        None, description="the lowest rating that is kept; not given: all"
+    )
+    min_quantity: float | None = Field(
+        None, description="the lowest quantity that is kept; not given: all"
+    )
     cancellations: Literal["keep", "drop"] = Field(
         "keep", description="drop removes rows whose order number begins with C"
     )
@@ -83,7 +101,9 @@ class Recipe(_Strict):
     user_core: Core = Field(5, description="the fewest interactions of a user; 0 does not filter")
     item_core: Core = Field(5, description="the fewest interactions of an item; 0 does not filter")
     ties: Literal["file", "item"] = Field(
-        "file", description="the order of one user's interactions at one time: as in the file, or by item id"
+        "file",
+        description="the order of one user's interactions at one time: as in the file, "
+        "or by item id",
     )
     text: tuple[str, ...] = Field(
         (), description="the text fields in the order in which they are joined; empty for none"
@@ -116,18 +136,24 @@ def _several(value: Any) -> Any:
 class DomainSpec(_Strict):
     """A domain: its files, and where its recipe differs from the spec's."""
 
-    interactions: Annotated[tuple[Source, ...], BeforeValidator(_several), Field(min_length=1)] = Field(
-        description="the file of interactions, or a list of such files, which are read one after the other"
+    interactions: Annotated[tuple[Source, ...], BeforeValidator(_several), Field(min_length=1)] = (
+        Field(
+            description="the file of interactions, or a list of such files, which are read one "
+            "after the other"
+        )
     )
     items: Annotated[tuple[Source, ...], BeforeValidator(_several)] = Field(
         (),
-        description="the files of item texts, the first with text for an item counts; without any, texts are columns of the "
+        description="the files of item texts, the first with text for an item counts; without "
+        "any, texts are columns of the "
         "interactions and an item takes its most frequent value",
     )
     keep: tuple[RowFilter, ...] = Field((), description="which rows belong to the domain")
     recipe: Recipe = Field(Recipe(), description="what differs from the spec's recipe")
     paper: Counts | None = Field(
-        None, description="users, items and interactions that the paper prints; a difference is told, not refused"
+        None,
+        description="users, items and interactions that the paper prints; a difference "
+        "is told, not refused",
     )
 
     @property
@@ -141,7 +167,9 @@ class Spec(_Strict):
 
     name: str = Field(description="of the data set; for people")
     description: str = Field("", description="for people")
-    users: Literal["all", "shared"] = Field("all", description="all, or only those shared by every domain")
+    users: Literal["all", "shared"] = Field(
+        "all", description="all, or only those shared by every domain"
+    )
     recipe: Recipe = Field(Recipe(), description="for every domain, before its own differences")
     domains: Annotated[dict[str, DomainSpec], Field(min_length=1)] = Field(
         description="the domains by name, in this order"
@@ -151,7 +179,10 @@ class Spec(_Strict):
     def _domains_are_usable(self) -> Self:
         for name in self.domains:
             if not valid_domain_name(name):
-                raise ValueError(f"domain name {name!r}: take letters, digits, '_', '-' and '.', and not 'server'")
+                raise ValueError(
+                    f"domain name {name!r}: take letters, digits, '_', '-' and "
+                    f"'.', and not 'server'"
+                )
         if self.users == "shared" and len(self.domains) < 2:
             raise ValueError("users: shared needs at least two domains")
         return self
@@ -159,7 +190,9 @@ class Spec(_Strict):
     def recipe_of(self, domain: str) -> Recipe:
         """The recipe of one domain."""
         own = self.domains[domain].recipe
-        return self.recipe.model_copy(update={name: getattr(own, name) for name in own.model_fields_set})
+        return self.recipe.model_copy(
+            update={name: getattr(own, name) for name in own.model_fields_set}
+        )
 
 
 def shipped() -> dict[str, Path]:
@@ -180,8 +213,17 @@ def load_spec(spec: str | Path) -> Spec:
     except (OSError, UnicodeDecodeError) as error:
         raise CrossfedError(f"The spec {path} cannot be read: {error}.") from error
     except yaml.YAMLError as error:
-        raise CrossfedError(f"The spec {path} is not YAML: {' '.join(str(error).split())}.") from error
-    except (ValueError, LookupError, AttributeError, TypeError, OverflowError, RecursionError) as error:
+        raise CrossfedError(
+            f"The spec {path} is not YAML: {' '.join(str(error).split())}."
+        ) from error
+    except (
+        ValueError,
+        LookupError,
+        AttributeError,
+        TypeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         # PyYAML's, for dates that there are not, and numbers and brackets without end
         raise CrossfedError(f"The spec {path} is not YAML: {error}.") from error
     try:
@@ -194,7 +236,9 @@ def load_spec(spec: str | Path) -> Spec:
         place = ".".join(str(part) for part in loc) or "the spec"
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
-            message = f"no such key{nearest(str(loc[-1]), _model_at(first['loc'][:-1]).model_fields)}".rstrip(".")
+            message = f"no such key{nearest(str(loc[-1]), _model_at(first['loc'][:-1]).model_fields)}".rstrip(
+                "."
+            )
         raise CrossfedError(f"The spec {path} is wrong at {place}: {message}.") from error
 
 
@@ -244,7 +288,11 @@ def keys() -> dict[str, list[tuple[str, str, str]]]:
     }
     return {
         place: [
-            (key, "" if info.is_required() else _default(info.get_default()), info.description or "")
+            (
+                key,
+                "" if info.is_required() else _default(info.get_default()),
+                info.description or "",
+            )
             for key, info in model.model_fields.items()
         ]
         for place, model in places.items()
@@ -263,12 +311,16 @@ def _spec_path(spec: str | Path) -> Path:
         return path
     if str(spec) in shipped():
         return shipped()[str(spec)]
-    raise CrossfedError(f"There is no spec {spec}; give a YAML file or one of {', '.join(shipped())}.")
+    raise CrossfedError(
+        f"There is no spec {spec}; give a YAML file or one of {', '.join(shipped())}."
+    )
 
 
 @dataclass
 class _Domain:
-    """A domain on its way: rows in time order, users and items still as codes of `user_ids` and `item_ids`."""
+    """A domain on its way: rows in time order, users and items still as codes of `user_ids` and
+    `item_ids`.
+    """
 
     name: str
     spec: DomainSpec
@@ -284,12 +336,16 @@ class _Domain:
     def keep(self, rows: npt.NDArray[Any]) -> None:
         """Leave only these rows (a mask, or positions in order)."""
         self.users, self.items, self.times = self.users[rows], self.items[rows], self.times[rows]
-        self.texts = {name: Texts(column.codes[rows], column.values) for name, column in self.texts.items()}
+        self.texts = {
+            name: Texts(column.codes[rows], column.values) for name, column in self.texts.items()
+        }
 
     @property
     def wanted(self) -> dict[str, int]:
         """Ids of the items that are left → code."""
-        return {self.item_ids[code]: code for code in np.flatnonzero(np.bincount(self.items)).tolist()}
+        return {
+            self.item_ids[code]: code for code in np.flatnonzero(np.bincount(self.items)).tolist()
+        }
 
 
 def prepare(
@@ -303,7 +359,8 @@ def prepare(
         report: is given one line about each step, for the terminal.
 
     Raises:
-        CrossfedError: the spec or a source is wrong, a domain is left empty, or `out` cannot be written.
+        CrossfedError: the spec or a source is wrong, a domain is left empty, or `out` cannot be
+            written.
     """
     plan = load_spec(spec)
     base = _base(spec, sources)
@@ -315,7 +372,10 @@ def prepare(
             domains = [_load(plan, name, paths, report) for name in plan.domains]
             _cores(domains, report, shared=True)
             texts = [_texts(domain, paths, report) for domain in domains]
-            if any(_drop_without_text(domain, text) for domain, text in zip(domains, texts, strict=True)):
+            if any(
+                _drop_without_text(domain, text)
+                for domain, text in zip(domains, texts, strict=True)
+            ):
                 _cores(domains, report, shared=True)
             for domain, text in zip(domains, texts, strict=True):
                 _write(writer, domain, text, report)
@@ -340,7 +400,9 @@ def _base(spec: str | Path, sources: Path | None) -> Path:
         return Path(sources)
     path = _spec_path(spec)
     if path in shipped().values():
-        raise CrossfedError(f"The spec {path.stem} comes with crossfed; say where its files are with --sources DIR.")
+        raise CrossfedError(
+            f"The spec {path.stem} comes with crossfed; say where its files are with --sources DIR."
+        )
     return path.parent
 
 
@@ -349,8 +411,13 @@ def _existing(plan: Spec, base: Path) -> dict[str, Path]:
     wanted = {s.path: s for d in plan.domains.values() for s in d.sources}
     paths = {name: base / name for name in wanted}
     if missing := [name for name, path in paths.items() if not path.is_file()]:
-        told = [f"{name} (published at {p})" if (p := wanted[name].published) else name for name in missing]
-        raise CrossfedError(f"{base} lacks {', '.join(told)}; put the files there, or give another --sources DIR.")
+        told = [
+            f"{name} (published at {p})" if (p := wanted[name].published) else name
+            for name in missing
+        ]
+        raise CrossfedError(
+            f"{base} lacks {', '.join(told)}; put the files there, or give another --sources DIR."
+        )
     return paths
 
 
@@ -358,7 +425,9 @@ def _described(plan: Spec) -> dict[str, Any]:
     """The recipe as the manifest keeps it: all that decides the result, and no place on a disk."""
     domains = {}
     for name, domain in plan.domains.items():
-        described = domain.model_dump(mode="json", exclude={"recipe", "paper"}, exclude_defaults=True)
+        described = domain.model_dump(
+            mode="json", exclude={"recipe", "paper"}, exclude_defaults=True
+        )
         if len(domain.interactions) == 1:
             described["interactions"] = described["interactions"][0]
         domains[name] = described | {"recipe": plan.recipe_of(name).model_dump(mode="json")}
@@ -369,35 +438,51 @@ def _load(plan: Spec, name: str, paths: Mapping[str, Path], report: Report) -> _
     """Read a domain's interactions and carry out steps 1 to 3."""
     spec, recipe = plan.domains[name], plan.recipe_of(name)
     fields = () if spec.items else recipe.text
-    columns = dict.fromkeys(["user", "item", *recipe.required, *(f.column for f in spec.keep), *fields])
+    columns = dict.fromkeys(
+        ["user", "item", *recipe.required, *(f.column for f in spec.keep), *fields]
+    )
     columns |= dict.fromkeys(recipe.unique)
     columns.pop("time", None)
     if recipe.cancellations == "drop":
         columns["order"] = None
-    numbers = [n for n, low in (("rating", recipe.min_rating), ("quantity", recipe.min_quantity)) if low is not None]
+    numbers = [
+        n
+        for n, low in (("rating", recipe.min_rating), ("quantity", recipe.min_quantity))
+        if low is not None
+    ]
     tables = []
     for source in spec.interactions:
         report(f"{name}: reading {source.path}")
-        table = read_table(paths[source.path], source, list(columns), numbers, recipe.drops_missing_times)
+        table = read_table(
+            paths[source.path], source, list(columns), numbers, recipe.drops_missing_times
+        )
         report(f"{name}: {_read(source.path, table.described, table.progress)}")
         tables.append(table)
     table = joined(tables)
     for note in (*table.notes, *plausibility.ids(table.texts), *plausibility.dates(table)):
         report(f"{name}: note: {note}")
-    counts: dict[str, Any] = {"layout": table.layout, "times": table.time_kind, **table.progress.counts()}
+    counts: dict[str, Any] = {
+        "layout": table.layout,
+        "times": table.time_kind,
+        **table.progress.counts(),
+    }
     rows, dropped = _filtered(table, spec, recipe)
     order = _in_time_order(table, rows, recipe)
     kept = order[_first_or_last(table, order, recipe)]
     dropped["duplicates"] = len(order) - len(kept)
     counts["dropped"] = {reason: n for reason, n in dropped.items() if n}
     if counts["dropped"]:
-        report(f"{name}: {_dropped(counts['dropped'], recipe)}; {len(kept):,} of {table.progress.rows:,} rows are left")
+        report(
+            f"{name}: {_dropped(counts['dropped'], recipe)}; {len(kept):,} of "
+            f"{table.progress.rows:,} rows are left"
+        )
     users, items = table.texts["user"], table.texts["item"]
     if not len(kept):
         files = ", ".join(source.path for source in spec.interactions)
         raise CrossfedError(
             f"Domain {name}: no row of {files} is left after the recipe's filters "
-            f"({', '.join(f'{reason}: {n}' for reason, n in counts['dropped'].items())}); loosen them."
+            f"({', '.join(f'{reason}: {n}' for reason, n in counts['dropped'].items())}); "
+            f"loosen them."
         )
     return _Domain(
         name=name,
@@ -408,7 +493,10 @@ def _load(plan: Spec, name: str, paths: Mapping[str, Path], report: Report) -> _
         times=table.times.whole[kept],
         user_ids=users.values,
         item_ids=items.values,
-        texts={field: Texts(table.texts[field].codes[kept], table.texts[field].values) for field in fields},
+        texts={
+            field: Texts(table.texts[field].codes[kept], table.texts[field].values)
+            for field in fields
+        },
         counts=counts,
     )
 
@@ -417,7 +505,10 @@ def _read(path: str, described: str, progress: Progress) -> str:
     """What was read of a file, in words."""
     words = f"{progress.rows:,} rows in {path} (read as {described})"
     if progress.broken:
-        words += f", {progress.broken:,} broken lines, the first {progress.first_broken} ({progress.reason})"
+        words += (
+            f", {progress.broken:,} broken lines, the first {progress.first_broken} "
+            f"({progress.reason})"
+        )
     if progress.stray:
         words += f", {progress.stray:,} with a quotation mark taken as a character"
     return words
@@ -426,7 +517,9 @@ def _read(path: str, described: str, progress: Progress) -> str:
 def _dropped(dropped: Mapping[str, int], recipe: Recipe) -> str:
     """What the recipe dropped, in words."""
     words = {"duplicates": f"repeated in {', '.join(recipe.unique)} ({recipe.duplicates} kept)"}
-    return "dropped " + ", ".join(f"{n:,} {words.get(reason, reason)}" for reason, n in dropped.items())
+    return "dropped " + ", ".join(
+        f"{n:,} {words.get(reason, reason)}" for reason, n in dropped.items()
+    )
 
 
 def _filtered(table: Table, spec: DomainSpec, recipe: Recipe) -> tuple[Rows, dict[str, int]]:
@@ -456,7 +549,9 @@ def _filtered(table: Table, spec: DomainSpec, recipe: Recipe) -> tuple[Rows, dic
 
         def stays(value: str, contains: list[str] = contains, lacks: list[str] = lacks) -> bool:
             value = value.casefold()
-            return any(word in value for word in contains) and not any(word in value for word in lacks)
+            return any(word in value for word in contains) and not any(
+                word in value for word in lacks
+            )
 
         drop(f"by words in {row_filter.column}", _by_value(table.texts[row_filter.column], stays))
     return np.flatnonzero(keep), dropped
@@ -474,7 +569,9 @@ def _in_time_order(table: Table, rows: Rows, recipe: Recipe) -> Rows:
         return table.times.order(rows)
     items = table.texts["item"]
     rank = np.empty(len(items.values), np.int64)
-    rank[sorted(range(len(items.values)), key=items.values.__getitem__)] = np.arange(len(items.values))
+    rank[sorted(range(len(items.values)), key=items.values.__getitem__)] = np.arange(
+        len(items.values)
+    )
     return table.times.order(rows, rank[items.codes[rows]])
 
 
@@ -482,7 +579,9 @@ def _first_or_last(table: Table, order: Rows, recipe: Recipe) -> npt.NDArray[np.
     """Step 3: a mask over `order`."""
     if recipe.duplicates == "all":
         return np.ones(len(order), bool)
-    columns: dict[str, npt.NDArray[Any]] = {c: table.texts[c].codes[order] for c in recipe.unique if c != "time"}
+    columns: dict[str, npt.NDArray[Any]] = {
+        c: table.texts[c].codes[order] for c in recipe.unique if c != "time"
+    }
     if "time" in recipe.unique:
         columns["time"] = table.times.whole[order]
         if table.times.nanoseconds is not None:
@@ -490,7 +589,9 @@ def _first_or_last(table: Table, order: Rows, recipe: Recipe) -> npt.NDArray[np.
     return _alone(list(columns.values()), recipe.duplicates)
 
 
-def _alone(columns: list[npt.NDArray[Any]], keep: Literal["first", "last"]) -> npt.NDArray[np.bool_]:
+def _alone(
+    columns: list[npt.NDArray[Any]], keep: Literal["first", "last"]
+) -> npt.NDArray[np.bool_]:
     """Of rows that agree in all columns the first or the last: mask [n]."""
     n, key, width = len(columns[0]), np.zeros(len(columns[0]), np.int64), 1
     for column in columns if n else ():
@@ -516,10 +617,12 @@ def _alone(columns: list[npt.NDArray[Any]], keep: Literal["first", "last"]) -> n
 def core(
     users: npt.NDArray[np.integer], items: npt.NDArray[np.integer], user_core: int, item_core: int
 ) -> npt.NDArray[np.bool_]:
-    """The largest set of rows in which every user has at least `user_core` and every item `item_core` rows.
+    """The largest set of rows in which every user has at least `user_core` and every item
+    `item_core` rows.
 
     Args:
-        users, items: [n] codes. Returns: mask [n]. The result does not depend on the order of dropping.
+        users, items: [n] codes. Returns: mask [n]. The result does not depend on the order of
+            dropping.
     """
     keep = np.ones(len(users), bool)
     while True:
@@ -541,7 +644,9 @@ def _cores(domains: list[_Domain], report: Report, shared: bool) -> None:
     while True:
         size = sum(len(d.users) for d in domains)
         for domain in domains:
-            domain.keep(core(domain.users, domain.items, domain.recipe.user_core, domain.recipe.item_core))
+            domain.keep(
+                core(domain.users, domain.items, domain.recipe.user_core, domain.recipe.item_core)
+            )
         if shared:
             present = [{d.user_ids[code] for code in np.unique(d.users)} for d in domains]
             everywhere = set.intersection(*present)
@@ -552,8 +657,10 @@ def _cores(domains: list[_Domain], report: Report, shared: bool) -> None:
             if not len(domain.users):
                 recipe = domain.recipe
                 raise CrossfedError(
-                    f"Domain {domain.name} is emptied by its {recipe.user_core}-core of users and {recipe.item_core}-core of "
-                    f"items{' with shared users only' if shared else ''} (before it: {users} users, {items} items, "
+                    f"Domain {domain.name} is emptied by its {recipe.user_core}-core of users "
+                    f"and {recipe.item_core}-core of "
+                    f"items{' with shared users only' if shared else ''} (before it: {users} "
+                    f"users, {items} items, "
                     f"{rows} interactions); lower user_core and item_core, or give more data."
                 )
         if sum(len(d.users) for d in domains) == size:
@@ -564,8 +671,10 @@ def _cores(domains: list[_Domain], report: Report, shared: bool) -> None:
             dropped["by k-core"] = dropped.get("by k-core", 0) + rows - len(domain.users)
             recipe = domain.recipe
             report(
-                f"{domain.name}: {recipe.user_core}-core of users and {recipe.item_core}-core of items"
-                f"{' with shared users only' if shared else ''}: {rows:,} → {len(domain.users):,} interactions"
+                f"{domain.name}: {recipe.user_core}-core of users and {recipe.item_core}-core "
+                f"of items"
+                f"{' with shared users only' if shared else ''}: {rows:,} → "
+                f"{len(domain.users):,} interactions"
             )
 
 
@@ -576,7 +685,9 @@ def _texts(domain: _Domain, paths: Mapping[str, Path], report: Report) -> dict[s
         return {}
     if not domain.spec.items:
         texts = _texts_of_rows(domain)
-        counts["text_fields"] = {field: len(set(domain.items[c.codes >= 0])) for field, c in domain.texts.items()}
+        counts["text_fields"] = {
+            field: len(set(domain.items[c.codes >= 0])) for field, c in domain.texts.items()
+        }
         return texts
     found: dict[str, str] = {}
     with_field = dict.fromkeys(recipe.text, 0)
@@ -588,7 +699,8 @@ def _texts(domain: _Domain, paths: Mapping[str, Path], report: Report) -> dict[s
         without = {item for item in wanted if not found.get(item)}
         read = read_items(paths[source.path], source, recipe.text, without)
         report(
-            f"{domain.name}: {_read(source.path, read.described, read.progress)}, {len(read.texts):,} of its items wanted"
+            f"{domain.name}: {_read(source.path, read.described, read.progress)}, "
+            f"{len(read.texts):,} of its items wanted"
         )
         for note in read.notes:
             report(f"{domain.name}: note: {note}")
@@ -619,7 +731,8 @@ def _matched(domain: _Domain, found: Mapping[str, str], others: list[str], repor
     examples = f"without one are e.g. {here}, and of the ids there e.g. {there} are not wanted"
     if not found:
         raise CrossfedError(
-            f"Domain {domain.name}: {told}; {examples}. Ids must be written alike on both sides: name the right column "
+            f"Domain {domain.name}: {told}; {examples}. Ids must be written alike on both "
+            f"sides: name the right column "
             "as `columns: {item: …}` of the items, or take the items out."
         )
     report(f"{domain.name}: note: only {told}; {examples}")
@@ -630,14 +743,21 @@ def _texts_of_rows(domain: _Domain) -> dict[str, str]:
     best: dict[int, dict[str, object]] = {}
     for field, column in domain.texts.items():
         filled = np.flatnonzero(column.codes >= 0)
-        pairs = domain.items[filled].astype(np.int64) * max(len(column.values), 1) + column.codes[filled]
+        pairs = (
+            domain.items[filled].astype(np.int64) * max(len(column.values), 1)
+            + column.codes[filled]
+        )
         distinct, first, n = np.unique(pairs, return_index=True, return_counts=True)
         items, values = np.divmod(distinct, max(len(column.values), 1))
         order = np.lexsort((first, -n, items))
         _, top = np.unique(items[order], return_index=True)
-        for item, value in zip(items[order][top].tolist(), values[order][top].tolist(), strict=True):
+        for item, value in zip(
+            items[order][top].tolist(), values[order][top].tolist(), strict=True
+        ):
             best.setdefault(item, {})[field] = column.values[value]
-    return {domain.item_ids[item]: join_fields(row, domain.recipe.text) for item, row in best.items()}
+    return {
+        domain.item_ids[item]: join_fields(row, domain.recipe.text) for item, row in best.items()
+    }
 
 
 def _drop_without_text(domain: _Domain, texts: Mapping[str, str]) -> bool:
@@ -647,7 +767,8 @@ def _drop_without_text(domain: _Domain, texts: Mapping[str, str]) -> bool:
         return False
     if domain.recipe.without_text == "fail" or len(without) == len(domain.wanted):
         raise CrossfedError(
-            f"Domain {domain.name}: {len(without)} of {len(domain.wanted)} items have no text, {min(without)} among them; set "
+            f"Domain {domain.name}: {len(without)} of {len(domain.wanted)} items have no text, "
+            f"{min(without)} among them; set "
             "`without_text` to keep or drop, or add a field to `text`."
         )
     gone = np.zeros(len(domain.item_ids), bool)
@@ -670,7 +791,14 @@ def _write(writer: Writer, domain: _Domain, texts: Mapping[str, str], report: Re
         report(f"{domain.name}: the paper has {paper}")
     _refuse_repeats(domain, users, items, len(item_ids))
     writer.add_domain(
-        domain.name, users, items, domain.times, user_ids, item_ids, [texts.get(i, "") for i in item_ids], counts
+        domain.name,
+        users,
+        items,
+        domain.times,
+        user_ids,
+        item_ids,
+        [texts.get(i, "") for i in item_ids],
+        counts,
     )
 
 
@@ -686,18 +814,35 @@ def _refuse_repeats(domain: _Domain, users: Rows, items: Rows, n_items: int) -> 
     user_id = sorted(domain.user_ids[code] for code in np.unique(domain.users))[user]
     item_id = sorted(domain.item_ids[code] for code in np.unique(domain.items))[item]
     raise CrossfedError(
-        f"Domain {domain.name}: {len(again):,} of {len(users):,} interactions repeat a user and an item (user {user_id!r} "
-        f"has item {item_id!r} {1 + int((again == again[0]).sum())} times), and every split would show in training what it "
+        f"Domain {domain.name}: {len(again):,} of {len(users):,} interactions repeat a user "
+        f"and an item (user {user_id!r} "
+        f"has item {item_id!r} {1 + int((again == again[0]).sum())} times), and every split "
+        f"would show in training what it "
         "tests; set `duplicates: first` or `last` with `unique: [user, item]`."
     )
 
 
-def _numbered(codes: npt.NDArray[np.int32], ids: list[str]) -> tuple[npt.NDArray[np.int64], list[str]]:
+def _numbered(
+    codes: npt.NDArray[np.int32], ids: list[str]
+) -> tuple[npt.NDArray[np.int64], list[str]]:
     """Number the ids that occur from 0 in their own order."""
-    present = sorted(np.flatnonzero(np.bincount(codes, minlength=len(ids))).tolist(), key=ids.__getitem__)
+    present = sorted(
+        np.flatnonzero(np.bincount(codes, minlength=len(ids))).tolist(), key=ids.__getitem__
+    )
     number = np.full(len(ids), -1, np.int64)
     number[present] = np.arange(len(present))
     return number[codes], [ids[code] for code in present]
 
 
-__all__ = ["Counts", "DomainSpec", "Recipe", "RowFilter", "Spec", "core", "keys", "load_spec", "prepare", "shipped"]
+__all__ = [
+    "Counts",
+    "DomainSpec",
+    "Recipe",
+    "RowFilter",
+    "Spec",
+    "core",
+    "keys",
+    "load_spec",
+    "prepare",
+    "shipped",
+]

@@ -13,9 +13,10 @@
 | `recbole` | RecBole atomic files: quoted TSV with typed headers | every header field ends in `:token`, `:float` … |
 | `table` | any delimited file, JSON, Parquet or XLSX with a column mapping | anything else |
 
-Compressed files (gzip, bzip2, xz, zstd, lz4) are read as they are, but for Parquet and XLSX. Files are streamed: what stays in
-memory are the columns asked for, texts as one number per row plus the distinct values, never the file. Blocks of a delimited
-file without quotation marks are parsed by Arrow, all others line by line.
+Compressed files (gzip, bzip2, xz, zstd, lz4) are read as they are, but for Parquet and XLSX. Files
+are streamed: what stays in memory are the columns asked for, texts as one number per row plus the
+distinct values, never the file. Blocks of a delimited file without quotation marks are parsed by
+Arrow, all others line by line.
 """
 
 from __future__ import annotations
@@ -41,7 +42,13 @@ from crossfed.platform.data.columns import (
     plain_text,
 )
 from crossfed.platform.data.source import Layout, Source
-from crossfed.platform.data.source_file import UNPARSABLE, Progress, SourceFile, python_literal, told
+from crossfed.platform.data.source_file import (
+    UNPARSABLE,
+    Progress,
+    SourceFile,
+    python_literal,
+    told,
+)
 from crossfed.platform.data.text import join_fields
 from crossfed.platform.errors import CrossfedError
 
@@ -54,10 +61,13 @@ class Table:
     """The columns asked for, by the names they were asked under.
 
     Attributes:
-        texts: name → Texts. numbers: name → float64 [n_rows], NaN where a row has none. times: of every row.
+        texts: name → Texts. numbers: name → float64 [n_rows], NaN where a row has none. times: of
+            every row.
         time_kind: "seconds", "order" or "none", for the manifest.
-        layout: the layout it was read as. progress: what was read and left out. described: the layout, in words for people.
-        notes: what looks odd, in words for people. by_row: whether the times are the rows' places in this file.
+        layout: the layout it was read as. progress: what was read and left out. described: the
+            layout, in words for people.
+        notes: what looks odd, in words for people. by_row: whether the times are the rows' places
+            in this file.
     """
 
     texts: dict[str, Texts]
@@ -94,18 +104,24 @@ class ItemTexts:
 
 
 def read_table(
-    path: Path, source: Source, texts: Sequence[str], numbers: Sequence[str] = (), missing_time: bool = False
+    path: Path,
+    source: Source,
+    texts: Sequence[str],
+    numbers: Sequence[str] = (),
+    missing_time: bool = False,
 ) -> Table:
     """Read the named columns and the times of a file of interactions.
 
     Args:
         path: where the file is. source: how to read it.
-        texts, numbers: parts (user, item, rating …) or column names, to be read as text or as numbers.
+        texts, numbers: parts (user, item, rating …) or column names, to be read as text or as
+            numbers.
         missing_time: whether a row may lack its time; `Table.times.missing` then says which do.
 
     Raises:
-        CrossfedError: the file is missing, damaged, in another encoding, has too many broken lines, lacks a column, or has
-            something in a column of numbers or times that is not one; told with the line.
+        CrossfedError: the file is missing, damaged, in another encoding, has too many broken lines,
+            lacks a column, or has something in a column of numbers or times that is not one; told
+            with the line.
     """
     path, progress = Path(path), Progress()
     file = SourceFile(path, source)
@@ -133,12 +149,20 @@ def read_table(
                 _extend(file, name, column, lines, some)
             progress.rows += len(lines)
     file.finish(progress)
-    kind = "none" if source.time == "none" else "order" if file.listed or source.time in ("order", "row") else "seconds"
+    kind = (
+        "none"
+        if source.time == "none"
+        else "order"
+        if file.listed or source.time in ("order", "row")
+        else "seconds"
+    )
     if timed:
         times = time_column.finish()
     else:
         times = Times(
-            np.arange(progress.rows, dtype=np.int64) if kind == "order" else np.zeros(progress.rows, np.int64)
+            np.arange(progress.rows, dtype=np.int64)
+            if kind == "order"
+            else np.zeros(progress.rows, np.int64)
         )
     return Table(
         texts={name: _finished(file, name, column) for name, column in text_columns.items()},
@@ -164,7 +188,8 @@ def joined(tables: Sequence[Table]) -> Table:
     kinds = sorted({table.time_kind for table in tables})
     if len(kinds) > 1:
         raise CrossfedError(
-            f"The files of one domain have times of several kinds ({', '.join(kinds)}), which cannot be put in one order; "
+            f"The files of one domain have times of several kinds ({', '.join(kinds)}), which "
+            f"cannot be put in one order; "
             "set the same `time` for each of them."
         )
     progress, before = Progress(), 0
@@ -178,8 +203,13 @@ def joined(tables: Sequence[Table]) -> Table:
         before += table.progress.rows
     return replace(
         tables[0],
-        texts={name: _joined_texts([table.texts[name] for table in tables]) for name in tables[0].texts},
-        numbers={name: np.concatenate([table.numbers[name] for table in tables]) for name in tables[0].numbers},
+        texts={
+            name: _joined_texts([table.texts[name] for table in tables]) for name in tables[0].texts
+        },
+        numbers={
+            name: np.concatenate([table.numbers[name] for table in tables])
+            for name in tables[0].numbers
+        },
         times=Times(
             np.concatenate(whole),
             _filled([table.times.nanoseconds for table in tables], tables, np.int32),
@@ -194,7 +224,9 @@ def _filled(parts: Sequence[npt.NDArray[Any] | None], tables: Sequence[Table], d
     if all(part is None for part in parts):
         return None
     rows = [table.progress.rows for table in tables]
-    return np.concatenate([np.zeros(n, dtype) if part is None else part for n, part in zip(rows, parts, strict=True)])
+    return np.concatenate(
+        [np.zeros(n, dtype) if part is None else part for n, part in zip(rows, parts, strict=True)]
+    )
 
 
 def _joined_texts(columns: Sequence[Texts]) -> Texts:
@@ -208,12 +240,18 @@ def _joined_texts(columns: Sequence[Texts]) -> Texts:
 
 def _text_column(file: SourceFile, name: str) -> TextColumn:
     if name in ("user", "item"):
-        return TextColumn(plain_ids, file.layout == "online-retail" and file.column(name) == "CustomerID")
+        return TextColumn(
+            plain_ids, file.layout == "online-retail" and file.column(name) == "CustomerID"
+        )
     return TextColumn()
 
 
 def _extend(
-    file: SourceFile, name: str, column: TextColumn | NumberColumn | TimeColumn, lines: Sequence[int], values: Any
+    file: SourceFile,
+    name: str,
+    column: TextColumn | NumberColumn | TimeColumn,
+    lines: Sequence[int],
+    values: Any,
 ) -> None:
     """Add a batch to a column; what does not belong there is told with its line."""
     try:
@@ -223,12 +261,14 @@ def _extend(
         value = "" if error.value is None and file.kind == "delimited" else error.value
         what = "time" if name == "time" else "number"
         raise CrossfedError(
-            f"{file.path}, line {lines[error.row]}: {value!r} in {file.column(name)!r} is no {what}{hint}; "
+            f"{file.path}, line {lines[error.row]}: {value!r} in {file.column(name)!r} is no "
+            f"{what}{hint}; "
             f"correct the line or name another column for {name}."
         ) from error
     except TypeError as error:
         raise CrossfedError(
-            f"{file.path}, lines {lines[0]} to {lines[-1]}: {name} holds a list or a record where a single value is expected. "
+            f"{file.path}, lines {lines[0]} to {lines[-1]}: {name} holds a list or a record "
+            f"where a single value is expected. "
             "A list of a user's items in time order is named as `columns: {items: …}`."
         ) from error
 
@@ -245,7 +285,9 @@ def _finished(file: SourceFile, name: str, column: TextColumn) -> Texts:
 def _used_twice(file: SourceFile, names: Sequence[str] | dict[str, Any]) -> list[str]:
     """Parts that are the same column; user and item, or either and the time, hardly ever are."""
     parts = [
-        name for name in ("user", "item", "time", "rating") if name in names and not (file.listed and name != "user")
+        name
+        for name in ("user", "item", "time", "rating")
+        if name in names and not (file.listed and name != "user")
     ]
     return [
         f"{one} and {other} are the same column {file.column(one)!r}"
@@ -255,14 +297,17 @@ def _used_twice(file: SourceFile, names: Sequence[str] | dict[str, Any]) -> list
     ]
 
 
-def read_items(path: Path, source: Source, fields: Sequence[str], wanted: Container[str]) -> ItemTexts:
+def read_items(
+    path: Path, source: Source, fields: Sequence[str], wanted: Container[str]
+) -> ItemTexts:
     """Read, clean and join the text fields of the wanted items.
 
-    Lines of other items are passed over without being parsed, and so are not among the broken lines.
+    Lines of other items are passed over without being parsed, and so are not among the broken
+    lines.
 
     Args:
-        fields: parts (title, description, brand, categories, features) or column names, in the order in which they are
-            joined. In JSON and Python files a record may lack any of them.
+        fields: parts (title, description, brand, categories, features) or column names, in the
+            order in which they are joined. In JSON and Python files a record may lack any of them.
         wanted: item ids, as `read_table` gives them.
 
     Raises:
@@ -289,7 +334,10 @@ def read_items(path: Path, source: Source, fields: Sequence[str], wanted: Contai
         for line, item, *values in file.rows(["item", *fields], progress, unwanted):
             progress.rows += 1
             try:
-                found.add(plain_text(item), [_sequence(v) for v in values] if file.layout == "recbole" else values)
+                found.add(
+                    plain_text(item),
+                    [_sequence(v) for v in values] if file.layout == "recbole" else values,
+                )
             except (TypeError, ValueError) as error:
                 raise CrossfedError(
                     f"{path}, line {line}: the item or a text of it {error}; correct the line."
@@ -313,7 +361,8 @@ def read_items(path: Path, source: Source, fields: Sequence[str], wanted: Contai
 class _Found:
     """Item texts as they come, under their ids as they stand.
 
-    An item file's ids lose their `.0` where all of them have it, as in `plain_ids`; that shows at the end only.
+    An item file's ids lose their `.0` where all of them have it, as in `plain_ids`; that shows at
+    the end only.
     """
 
     wanted: Container[str]
@@ -324,7 +373,9 @@ class _Found:
     all_point_zero: bool = True
 
     def asks(self, item: str) -> bool:
-        return item in self.wanted or (POINT_ZERO.fullmatch(item) is not None and item.partition(".")[0] in self.wanted)
+        return item in self.wanted or (
+            POINT_ZERO.fullmatch(item) is not None and item.partition(".")[0] in self.wanted
+        )
 
     def pass_over(self, item: str) -> None:
         if item:
@@ -333,7 +384,9 @@ class _Found:
             self.others.append(item)
 
     def add(self, item: str, values: Sequence[Any]) -> None:
-        self.all_point_zero = self.all_point_zero and (not item or POINT_ZERO.fullmatch(item) is not None)
+        self.all_point_zero = self.all_point_zero and (
+            not item or POINT_ZERO.fullmatch(item) is not None
+        )
         if not self.asks(item):
             self.pass_over(item)
             return
@@ -341,7 +394,10 @@ class _Found:
             self.duplicates += 1
             if self.rows[item][0]:
                 return
-        parts = [join_fields({name: value}, [name]) for name, value in zip(self.fields, values, strict=True)]
+        parts = [
+            join_fields({name: value}, [name])
+            for name, value in zip(self.fields, values, strict=True)
+        ]
         self.rows[item] = (" ".join(part for part in parts if part), tuple(map(bool, parts)))
 
     def finish(self) -> tuple[dict[str, str], dict[str, int]]:
@@ -350,7 +406,9 @@ class _Found:
             rows = {item.partition(".")[0]: row for item, row in rows.items()}
         rows = {item: row for item, row in rows.items() if item in self.wanted}
         has = [row[1] for row in rows.values()]
-        with_field = {name: sum(row[place] for row in has) for place, name in enumerate(self.fields)}
+        with_field = {
+            name: sum(row[place] for row in has) for place, name in enumerate(self.fields)
+        }
         return {item: text for item, (text, _) in rows.items()}, with_field
 
 
@@ -364,4 +422,15 @@ def _sequence(value: Any) -> Any:
     return value
 
 
-__all__ = ["ItemTexts", "Layout", "Progress", "Source", "Table", "Texts", "Times", "joined", "read_items", "read_table"]
+__all__ = [
+    "ItemTexts",
+    "Layout",
+    "Progress",
+    "Source",
+    "Table",
+    "Texts",
+    "Times",
+    "joined",
+    "read_items",
+    "read_table",
+]

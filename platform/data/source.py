@@ -32,13 +32,18 @@ def _encoding(name: str) -> str:
     try:
         codecs.lookup(name)
     except LookupError:
-        raise ValueError(f"{name!r} is no encoding; take e.g. utf-8, latin-1, cp1252 or utf-16") from None
+        raise ValueError(
+            f"{name!r} is no encoding; take e.g. utf-8, latin-1, cp1252 or utf-16"
+        ) from None
     return name
 
 
 def _time_format(name: str) -> str:
     if name not in TIMES and "%" not in name:
-        raise ValueError(f"{name!r} is neither one of {', '.join(TIMES)} nor a date format such as %Y-%m-%d %H:%M:%S")
+        raise ValueError(
+            f"{name!r} is neither one of {', '.join(TIMES)} nor a date format "
+            f"such as %Y-%m-%d %H:%M:%S"
+        )
     return name
 
 
@@ -54,37 +59,50 @@ class Source(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str = Field(description="relative to the spec's directory, or to the directory of sources")
-    layout: Layout | None = Field(None, description="what the file is; not given: recognised by its content")
+    path: str = Field(
+        description="relative to the spec's directory, or to the directory of sources"
+    )
+    layout: Layout | None = Field(
+        None, description="what the file is; not given: recognised by its content"
+    )
     columns: dict[str, str | Annotated[int, Field(ge=1)]] = Field(
         {},
-        description="part: column name, or its number from 1 in a delimited file without a header. Parts are user, item, "
-        "time, rating, quantity, order (the order number that marks a cancellation), items (a list of items in time "
+        description="part: column name, or its number from 1 in a delimited file without a "
+        "header. Parts are user, item, "
+        "time, rating, quantity, order (the order number that marks a cancellation), items (a "
+        "list of items in time "
         "order) and text fields; what is not given comes from the layout",
     )
     time: Annotated[str, AfterValidator(_time_format)] | None = Field(
         None,
-        description="seconds (since 1970), milliseconds, microseconds, nanoseconds, days, order (a running number), row (the "
-        "place in the file is the time), none (the data have no order), or a date format in UTC; not given: the layout's, and "
+        description="seconds (since 1970), milliseconds, microseconds, nanoseconds, days, "
+        "order (a running number), row (the "
+        "place in the file is the time), none (the data have no order), or a date format in "
+        "UTC; not given: the layout's, and "
         "for a table numbers are seconds and anything else an ISO date",
     )
     encoding: Annotated[str, AfterValidator(_encoding)] | None = Field(
         None,
-        description="not given: UTF-8, UTF-16 or UTF-32 where the bytes say so, and for Online Retail latin-1 where the file is "
+        description="not given: UTF-8, UTF-16 or UTF-32 where the bytes say so, and for Online "
+        "Retail latin-1 where the file is "
         "not UTF-8",
     )
     separator: Annotated[str, Field(min_length=1), AfterValidator(_separator)] | None = Field(
         None,
-        description=f"of fields, one character or more (`::`); tab, or {BLANKS} for runs of spaces and tabs. Not given: "
+        description=f"of fields, one character or more (`::`); tab, or {BLANKS} for runs of "
+        f"spaces and tabs. Not given: "
         "recognised",
     )
     quoting: Literal["csv", "none"] | None = Field(
         None,
-        description="csv: quotation marks hold fields together; none: they are characters like others. Not given: recognised by "
+        description="csv: quotation marks hold fields together; none: they are characters like "
+        "others. Not given: recognised by "
         "the first lines",
     )
     max_lines: Annotated[int, Field(ge=1)] = Field(
-        50, description="lines that one quoted field may span; one that spans more is read line by line"
+        50,
+        description="lines that one quoted field may span; one that spans more is read "
+        "line by line",
     )
     max_broken: Annotated[float, Field(ge=0, le=1)] = Field(
         0.01, description="the share of lines that may be broken before the file is refused"

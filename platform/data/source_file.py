@@ -1,4 +1,6 @@
-"""One published file: its format, layout and columns recognised, and its rows in batches of columns."""
+"""One published file: its format, layout and columns recognised, and its rows in batches of
+columns.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,25 @@ from openpyxl import load_workbook
 from openpyxl.utils.exceptions import InvalidFileException
 
 from crossfed.platform.data.columns import NUMERIC
-from crossfed.platform.data.delimited import BLANKS, Parser, fields_of, like, sniff_quoting, sniff_separator
+from crossfed.platform.data.delimited import (
+    BLANKS,
+    Parser,
+    fields_of,
+    like,
+    sniff_quoting,
+    sniff_separator,
+)
 from crossfed.platform.data.opened import Opened, encoding_hint
 from crossfed.platform.data.source import Layout, Source
 from crossfed.platform.errors import CrossfedError
 
 _ROLES: dict[str, dict[str, str | int]] = {
-    "amazon-reviews": {"user": "reviewerID", "item": "asin", "rating": "overall", "time": "unixReviewTime"},
+    "amazon-reviews": {
+        "user": "reviewerID",
+        "item": "asin",
+        "rating": "overall",
+        "time": "unixReviewTime",
+    },
     "amazon-reviews-2023": {"user": "user_id", "item": "parent_asin", "time": "timestamp"},
     "amazon-ratings": {"user": 1, "item": 2, "rating": 3, "time": 4},
     "amazon-ratings-2018": {"item": 1, "user": 2, "rating": 3, "time": 4},
@@ -50,7 +64,9 @@ _ROLES: dict[str, dict[str, str | int]] = {
     "sequence": {"user": 1, "items": 2},
     "table": {},
 }
-"""Which column plays which part; a name that is not here is a column's own name. Numbers count columns from 1."""
+"""Which column plays which part; a name that is not here is a column's own name. Numbers count
+columns from 1.
+"""
 
 _ASIN = re.compile(r"B[0-9A-Z]{9}|[0-9]{9}[0-9X]")
 _TYPED = re.compile(r"(.+):(?:token|float|token_seq|float_seq)")
@@ -63,7 +79,9 @@ _BLOCK = 8192
 _ROWS = 1 << 18
 """Rows of a Parquet file at a time."""
 _UNIT = "\x1f"
-"""Stands for a separator of several characters while Arrow parses; a block that holds it is read line by line."""
+"""Stands for a separator of several characters while Arrow parses; a block that holds it is read
+line by line.
+"""
 
 Batch = tuple[Sequence[int], list[Any]]
 """Line numbers of some rows, and their columns: Arrow arrays or sequences of Python values."""
@@ -74,9 +92,10 @@ class Progress:
     """Where a reader is in its file, and what it had to leave out.
 
     Attributes:
-        line: the last line read (for Parquet, the row; in a JSON document, the record). rows: rows read. broken: lines that
-            could not be read; first_broken, reason: the first of them. stray: rows in which a quotation mark that would not
-            close was taken as a plain character.
+        line: the last line read (for Parquet, the row; in a JSON document, the record). rows: rows
+            read. broken: lines that could not be read; first_broken, reason: the first of them.
+            stray: rows in which a quotation mark that would not close was taken as a plain
+            character.
     """
 
     line: int = 0
@@ -106,24 +125,30 @@ def told(path: Path, progress: Progress) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise CrossfedError(f"{path} does not exist; check the path and the directory of sources.") from None
+        raise CrossfedError(
+            f"{path} does not exist; check the path and the directory of sources."
+        ) from None
     except IsADirectoryError:
         raise CrossfedError(f"{path} is a directory; name a file.") from None
     except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
         raise CrossfedError(
-            f"{path}: the compressed data are damaged or cut off after line {progress.line} ({error}); "
+            f"{path}: the compressed data are damaged or cut off after line {progress.line} "
+            f"({error}); "
             "fetch the file again."
         ) from error
     except UnicodeDecodeError as error:
         raise CrossfedError(
-            f"{path}, line {progress.line}: byte {error.object[error.start]:#04x} is not {error.encoding}; "
+            f"{path}, line {progress.line}: byte {error.object[error.start]:#04x} is not "
+            f"{error.encoding}; "
             f"{encoding_hint(error.object)}."
         ) from error
     except (zipfile.BadZipFile, InvalidFileException, pa.ArrowException) as error:
         reason = str(error).splitlines()[0]
         raise CrossfedError(f"{path} cannot be read ({reason}); fetch the file again.") from error
     except OSError as error:
-        raise CrossfedError(f"{path} cannot be read: {error.strerror or ' '.join(str(error).split())}.") from error
+        raise CrossfedError(
+            f"{path} cannot be read: {error.strerror or ' '.join(str(error).split())}."
+        ) from error
 
 
 def python_literal(text: str) -> Any:
@@ -141,15 +166,21 @@ class SourceFile:
     """A source with its format, its layout and its columns recognised.
 
     Attributes:
-        kind: json or python (one record per line), document (one JSON array or object), delimited, xlsx or parquet.
+        kind: json or python (one record per line), document (one JSON array or object), delimited,
+            xlsx or parquet.
         columns: the names found; for JSON and Python those of the first records.
-        has_header: whether a delimited file begins with names. listed: whether a row holds a list of items.
+        has_header: whether a delimited file begins with names. listed: whether a row holds a list
+            of items.
         notes: what looks odd about the columns, for people.
     """
 
     def __init__(self, path: Path, source: Source) -> None:
         self.path, self.source = path, source
-        self.separator, self.quoted, self.skipped = source.separator or ",", source.quoting != "none", 0
+        self.separator, self.quoted, self.skipped = (
+            source.separator or ",",
+            source.quoting != "none",
+            0,
+        )
         self.has_header = not any(isinstance(column, int) for column in source.columns.values())
         self._by_user, self._sample = False, list[str]()
         with told(path, Progress(line=1)):
@@ -158,7 +189,10 @@ class SourceFile:
             if magic == b"PAR1":
                 self.kind, self.columns = "parquet", list(pq.ParquetFile(path).schema_arrow.names)
             elif magic == b"PK\x03\x04":
-                self.kind, self.columns = "xlsx", [str(cell).strip() for cell in next(self._sheet(), ())]
+                self.kind, self.columns = (
+                    "xlsx",
+                    [str(cell).strip() for cell in next(self._sheet(), ())],
+                )
             else:
                 self._opened = Opened(path, source.encoding)
                 self.encoding = self._opened.encoding
@@ -169,7 +203,9 @@ class SourceFile:
         if self.layout in ("amazon-ratings", "amazon-ratings-2018") and self.has_header:
             self.has_header, self.skipped = False, self.skipped - 1
         if self.layout == "recbole":
-            self.columns = [m[1] if (m := _TYPED.fullmatch(name)) else name for name in self.columns]
+            self.columns = [
+                m[1] if (m := _TYPED.fullmatch(name)) else name for name in self.columns
+            ]
         if self.layout == "online-retail" and self.kind == "delimited" and source.encoding is None:
             self.encoding = self._utf8_or_latin1()
         self.listed = (
@@ -189,7 +225,8 @@ class SourceFile:
             self._recognise_records(lines[:200])
             return
         self.kind = "delimited"
-        # what is not of the encoding is told when it is read, with its line; the layout may decide the encoding
+        # what is not of the encoding is told when it is read, with its line; the layout may decide
+        # the encoding
         raw = [line.decode(self.encoding, "replace").rstrip("\r") for line in head.split(b"\n")]
         if self.source.layout == "sequence":
             self.columns, self.has_header = ["user", "items"], False
@@ -205,17 +242,29 @@ class SourceFile:
             places = places[1:]
         elif self.source.separator is None:
             plain = [raw[place] for place in places if not raw[place].startswith("#")]
-            self.separator = sniff_separator(plain or [raw[place].lstrip("# \t") for place in places])
+            self.separator = sniff_separator(
+                plain or [raw[place].lstrip("# \t") for place in places]
+            )
         header = self._header(raw, places)
         self._opened.head.split(b"\n")[header].decode(self.encoding)
-        first = raw[header].lstrip("# \t") if raw[header].startswith("#") and self.has_header else raw[header]
+        first = (
+            raw[header].lstrip("# \t")
+            if raw[header].startswith("#") and self.has_header
+            else raw[header]
+        )
         self.columns = [name.strip() for name in fields_of(first, self.separator)]
         self.skipped = header + 1 if self.has_header else header
-        body = [raw[place] for place in places if place > header or (not self.has_header and place == header)]
+        body = [
+            raw[place]
+            for place in places
+            if place > header or (not self.has_header and place == header)
+        ]
         if self.source.quoting is None:
             self.quoted = sniff_quoting([first, *body], self.separator, self.source.max_lines)
         if not self.quoted:
-            self.columns = [name.strip().strip('"') for name in fields_of(first, self.separator, False)]
+            self.columns = [
+                name.strip().strip('"') for name in fields_of(first, self.separator, False)
+            ]
         self._sample = body[:100]
 
     def _header(self, raw: list[str], places: list[int]) -> int:
@@ -229,7 +278,10 @@ class SourceFile:
         if not marked or marked == len(places):
             return places[0]
         last, following = raw[places[marked - 1]], raw[places[marked]]
-        fields, row = fields_of(last.lstrip("# \t"), self.separator), fields_of(following, self.separator)
+        fields, row = (
+            fields_of(last.lstrip("# \t"), self.separator),
+            fields_of(following, self.separator),
+        )
         if not self.has_header:
             is_row = len(fields) == len(row) and like(fields_of(last, self.separator)[1:], row[1:])
             return places[0] if is_row and marked == 1 else places[marked]
@@ -248,30 +300,41 @@ class SourceFile:
                     and all(isinstance(v, dict) for v in records[0].values())
                 ):
                     raise CrossfedError(
-                        f"{self.path} is one JSON object of columns or of records by key (pandas' default); write one record "
+                        f"{self.path} is one JSON object of columns or of records by key "
+                        f"(pandas' default); write one record "
                         "per line, with pandas by to_json(orient='records', lines=True)."
                     )
                 if records and not self._users_to_items(records):
-                    self.kind, self.columns = kind, list(dict.fromkeys(key for record in records for key in record))
+                    self.kind, self.columns = (
+                        kind,
+                        list(dict.fromkeys(key for record in records for key in record)),
+                    )
                     return
         document = self._document()
         if isinstance(document, dict) and document and self._users_to_items([document]):
             self.kind, self.columns, self._by_user = "document", ["user", "items"], True
             return
-        if isinstance(document, list) and all(isinstance(record, dict) for record in document[:200]):
+        if isinstance(document, list) and all(
+            isinstance(record, dict) for record in document[:200]
+        ):
             self.kind = "document"
             self.columns = list(dict.fromkeys(key for record in document[:200] for key in record))
             return
         raise CrossfedError(
-            f"{self.path}: none of the first lines is a JSON object or a Python dictionary, and the whole is neither an array "
+            f"{self.path}: none of the first lines is a JSON object or a Python dictionary, "
+            f"and the whole is neither an array "
             "of objects nor an object of user: [items]; give a file with one record per line."
         )
 
     def _users_to_items(self, records: list[dict[str, Any]]) -> bool:
-        """Whether records map users to their items: all values are lists of single values, and no key is a column asked for."""
+        """Whether records map users to their items: all values are lists of single values, and no
+        key is a column asked for.
+        """
         asked = {"user", "item", "asin", *map(str, self.source.columns.values())} - {"items"}
         return len(records) == 1 and all(
-            isinstance(value, list) and not any(isinstance(one, (list, dict)) for one in value) and key not in asked
+            isinstance(value, list)
+            and not any(isinstance(one, (list, dict)) for one in value)
+            and key not in asked
             for key, value in records[0].items()
         )
 
@@ -330,10 +393,14 @@ class SourceFile:
     @property
     def notes(self) -> list[str]:
         """What looks odd about the columns."""
-        twice = [name for name in dict.fromkeys(self.columns) if name and self.columns.count(name) > 1]
+        twice = [
+            name for name in dict.fromkeys(self.columns) if name and self.columns.count(name) > 1
+        ]
         if not twice or not (self.has_header or self.kind != "delimited"):
             return []
-        return [f"its header names {', '.join(map(repr, twice))} more than once; the first is taken"]
+        return [
+            f"its header names {', '.join(map(repr, twice))} more than once; the first is taken"
+        ]
 
     def column(self, name: str) -> str | int:
         """The column that plays a part."""
@@ -342,7 +409,9 @@ class SourceFile:
     def has(self, name: str) -> bool:
         """Whether the column that plays a part is there."""
         column = self.column(name)
-        return 1 <= column <= len(self.columns) if isinstance(column, int) else column in self.columns
+        return (
+            1 <= column <= len(self.columns) if isinstance(column, int) else column in self.columns
+        )
 
     @property
     def found(self) -> str:
@@ -367,8 +436,10 @@ class SourceFile:
                 column = self.column(name)
                 what = f"column {column}" if isinstance(column, int) else f"column {column!r}"
                 raise CrossfedError(
-                    f"{self.path} (read as {self.layout}) has no {what} for {name}; it has {self.found}. "
-                    f"Name the right one as `columns: {{{name}: …}}` of this source, or another `layout`."
+                    f"{self.path} (read as {self.layout}) has no {what} for {name}; it has "
+                    f"{self.found}. "
+                    f"Name the right one as `columns: {{{name}: …}}` of this source, or "
+                    f"another `layout`."
                 )
 
     def batches(
@@ -377,7 +448,8 @@ class SourceFile:
         """The named parts in batches; None where a record lacks a key.
 
         Args:
-            numbers: which of the parts are numbers. unit: that of the part `time`, as in `TimeColumn`.
+            numbers: which of the parts are numbers. unit: that of the part `time`, as in
+                `TimeColumn`.
         """
         if self.listed:
             rows: Iterator[tuple[Any, ...]] = self._listed_rows(names, progress)
@@ -396,7 +468,8 @@ class SourceFile:
     def rows(
         self, names: Sequence[str], progress: Progress, skip: Callable[[bytes], bool] | None = None
     ) -> Iterator[tuple[Any, ...]]:
-        """Row by row the line number and the values of the named parts; None where a record lacks a key.
+        """Row by row the line number and the values of the named parts; None where a record lacks a
+        key.
 
         Args:
             skip: tells from the raw line of a record that it need not be parsed.
@@ -410,16 +483,21 @@ class SourceFile:
             case "xlsx":
                 yield from self._sheet_rows(self._indices(columns), progress)
             case "delimited":
-                for lines, values in self._delimited_batches(names, frozenset(), None, progress, arrow=False):
+                for lines, values in self._delimited_batches(
+                    names, frozenset(), None, progress, arrow=False
+                ):
                     yield from zip(lines, *values, strict=True)
             case _:
                 for lines, values in self._parquet_batches(names, progress, dictionaries=False):
                     yield from zip(lines, *(value.to_pylist() for value in values), strict=True)
 
     def _indices(self, columns: Sequence[str | int]) -> list[int]:
-        return [column - 1 if isinstance(column, int) else self.columns.index(column) for column in columns]
+        return [
+            column - 1 if isinstance(column, int) else self.columns.index(column)
+            for column in columns
+        ]
 
-    # -- records -------------------------------------------------------------------------------------------------
+    # -- records -----------------------------------------------------------------------------------
 
     def _record_rows(
         self, columns: Sequence[str | int], progress: Progress, skip: Callable[[bytes], bool] | None
@@ -432,14 +510,20 @@ class SourceFile:
             try:
                 record = parse(line.decode(self.encoding).strip())
             except UNPARSABLE as error:
-                progress.skip(f"not {self.encoding}" if isinstance(error, UnicodeDecodeError) else f"not {self.kind}")
+                progress.skip(
+                    f"not {self.encoding}"
+                    if isinstance(error, UnicodeDecodeError)
+                    else f"not {self.kind}"
+                )
                 continue
             if not isinstance(record, dict):
                 progress.skip("not a record")
                 continue
             yield (progress.line, *[record.get(column) for column in columns])
 
-    def _document_rows(self, columns: Sequence[str | int], progress: Progress) -> Iterator[tuple[Any, ...]]:
+    def _document_rows(
+        self, columns: Sequence[str | int], progress: Progress
+    ) -> Iterator[tuple[Any, ...]]:
         for record in self._document():
             progress.line += 1
             if not isinstance(record, dict):
@@ -447,10 +531,12 @@ class SourceFile:
                 continue
             yield (progress.line, *[record.get(column) for column in columns])
 
-    # -- lists of items ------------------------------------------------------------------------------------------
+    # -- lists of items ----------------------------------------------------------------------------
 
     def _listed_rows(self, names: Sequence[str], progress: Progress) -> Iterator[tuple[Any, ...]]:
-        """One row per item of a list, in its order; other parts are repeated, and `time` is a running number."""
+        """One row per item of a list, in its order; other parts are repeated, and `time` is a
+        running number.
+        """
         others = [name for name in names if name not in ("item", "time")]
         number = 0
         for line, items, *values in self._lists(others, progress):
@@ -492,14 +578,28 @@ class SourceFile:
         user, *items = [part for part in _LIST.split(line) if part]
         return [user.removesuffix(":") or user, *items]
 
-    # -- delimited -----------------------------------------------------------------------------------------------
+    # -- delimited ---------------------------------------------------------------------------------
 
     def _delimited_batches(
-        self, names: Sequence[str], numbers: frozenset[str], unit: str | None, progress: Progress, arrow: bool = True
+        self,
+        names: Sequence[str],
+        numbers: frozenset[str],
+        unit: str | None,
+        progress: Progress,
+        arrow: bool = True,
     ) -> Iterator[Batch]:
         indices = self._indices([self.column(name) for name in names])
-        ids = [index for name, index in zip(names, indices, strict=True) if name in ("user", "item")]
-        parser = Parser(self.separator, self.quoted, len(self.columns), ids, self.source.max_lines, self._sample[:100])
+        ids = [
+            index for name, index in zip(names, indices, strict=True) if name in ("user", "item")
+        ]
+        parser = Parser(
+            self.separator,
+            self.quoted,
+            len(self.columns),
+            ids,
+            self.source.max_lines,
+            self._sample[:100],
+        )
         plain = _Plain(self, names, indices, numbers, unit) if arrow else None
         blocks, skip = self._opened.blocks(), self.skipped
         for block in blocks:
@@ -517,7 +617,12 @@ class SourceFile:
         progress.stray = parser.stray
 
     def _line_by_line(
-        self, block: bytes, blocks: Iterator[bytes], indices: Sequence[int], parser: Parser, progress: Progress
+        self,
+        block: bytes,
+        blocks: Iterator[bytes],
+        indices: Sequence[int],
+        parser: Parser,
+        progress: Progress,
     ) -> Iterator[Batch]:
         """Rows of a block, and of further blocks where a row reaches into them."""
         ahead = deque(self._text_lines(block, progress.line))
@@ -566,7 +671,7 @@ class SourceFile:
             lines.pop()
         return lines
 
-    # -- workbooks and Parquet -----------------------------------------------------------------------------------
+    # -- workbooks and Parquet ---------------------------------------------------------------------
 
     def _sheet(self) -> Iterator[tuple[Any, ...]]:
         """Rows of the first sheet, read as a stream."""
@@ -574,7 +679,9 @@ class SourceFile:
             try:
                 book = load_workbook(file, read_only=True, data_only=True)
             except KeyError as error:
-                raise CrossfedError(f"{self.path} is a ZIP archive, but no Excel workbook; unpack it first.") from error
+                raise CrossfedError(
+                    f"{self.path} is a ZIP archive, but no Excel workbook; unpack it first."
+                ) from error
             try:
                 yield from book.worksheets[0].iter_rows(values_only=True)
             finally:
@@ -584,18 +691,29 @@ class SourceFile:
         for row in self._sheet():
             progress.line += 1
             if progress.line > 1 and any(cell is not None for cell in row):
-                yield (progress.line, *[row[index] if index < len(row) else None for index in indices])
+                yield (
+                    progress.line,
+                    *[row[index] if index < len(row) else None for index in indices],
+                )
 
-    def _parquet_batches(self, names: Sequence[str], progress: Progress, dictionaries: bool = True) -> Iterator[Batch]:
+    def _parquet_batches(
+        self, names: Sequence[str], progress: Progress, dictionaries: bool = True
+    ) -> Iterator[Batch]:
         columns = [self.column(name) for name in names]
-        wanted = [self.columns[column - 1] if isinstance(column, int) else column for column in columns]
-        for batch in pq.ParquetFile(self.path).iter_batches(batch_size=_ROWS, columns=list(dict.fromkeys(wanted))):
+        wanted = [
+            self.columns[column - 1] if isinstance(column, int) else column for column in columns
+        ]
+        for batch in pq.ParquetFile(self.path).iter_batches(
+            batch_size=_ROWS, columns=list(dict.fromkeys(wanted))
+        ):
             lines = range(progress.line + 1, progress.line + len(batch) + 1)
             progress.line += len(batch)
             arrays = [batch.column(name) for name in wanted]
             if dictionaries:
                 arrays = [
-                    array.dictionary_encode() if name in ("user", "item") and not _nested(array.type) else array
+                    array.dictionary_encode()
+                    if name in ("user", "item") and not _nested(array.type)
+                    else array
                     for name, array in zip(names, arrays, strict=True)
                 ]
             yield lines, arrays
@@ -605,8 +723,10 @@ class SourceFile:
         total = progress.rows + progress.broken
         if progress.broken > self.source.max_broken * total:
             raise CrossfedError(
-                f"{self.path}: {progress.broken} of {total} lines are broken, more than {self.source.max_broken:.2%}; the "
-                f"first is line {progress.first_broken} ({progress.reason}). Fetch the file again, or set "
+                f"{self.path}: {progress.broken} of {total} lines are broken, more than "
+                f"{self.source.max_broken:.2%}; the "
+                f"first is line {progress.first_broken} ({progress.reason}). Fetch the file "
+                f"again, or set "
                 f"{'`quoting: none` or ' if 'quotation' in progress.reason else ''}`max_broken`."
             )
         if not progress.rows:
@@ -635,17 +755,27 @@ def _listed(value: Any) -> list[Any]:
 
 
 class _Plain:
-    """Parses blocks without quotation marks by Arrow; whatever is odd about one is left to the careful reader."""
+    """Parses blocks without quotation marks by Arrow; whatever is odd about one is left to the
+    careful reader.
+    """
 
     def __init__(
-        self, file: SourceFile, names: Sequence[str], indices: Sequence[int], numbers: frozenset[str], unit: str | None
+        self,
+        file: SourceFile,
+        names: Sequence[str],
+        indices: Sequence[int],
+        numbers: frozenset[str],
+        unit: str | None,
     ) -> None:
         self._file, self._indices = file, [str(index) for index in indices]
         text = pa.dictionary(pa.int32(), pa.string())
         self._types = {
-            str(i): pa.float64() if name in numbers else text for name, i in zip(names, indices, strict=True)
+            str(i): pa.float64() if name in numbers else text
+            for name, i in zip(names, indices, strict=True)
         }
-        self._time = next((str(i) for name, i in zip(names, indices, strict=True) if name == "time"), None)
+        self._time = next(
+            (str(i) for name, i in zip(names, indices, strict=True) if name == "time"), None
+        )
         self._kinds: list[pa.DataType] = (
             [pa.int64(), pa.decimal128(28, 9), text] if unit is None or unit in NUMERIC else [text]
         )
@@ -658,7 +788,11 @@ class _Plain:
 
     def read(self, block: bytes, progress: Progress) -> Batch | None:
         file = self._file
-        if not self._usable or (file.quoted and b'"' in block) or not (self._any_utf8 or block.isascii()):
+        if (
+            not self._usable
+            or (file.quoted and b'"' in block)
+            or not (self._any_utf8 or block.isascii())
+        ):
             return None
         if block.count(b"\r") != block.count(b"\r\n") or b"\0" in block:
             return None
@@ -673,7 +807,11 @@ class _Plain:
         n = block.count(b"\n") + (not block.endswith(b"\n"))
         lines: Sequence[int] = range(progress.line + 1, progress.line + n + 1)
         if n != len(table):
-            lines = [progress.line + k for k, line in enumerate(block.split(b"\n"), 1) if line and line != b"\r"]
+            lines = [
+                progress.line + k
+                for k, line in enumerate(block.split(b"\n"), 1)
+                if line and line != b"\r"
+            ]
             if len(lines) != len(table):
                 return None
         progress.line += n
@@ -707,14 +845,20 @@ class _Plain:
                     ),
                 )
             except pa.ArrowInvalid as error:
-                # another kind of time than in the blocks before: the next finer one, to the end of the file
-                if f"CSV column #{int(self._time or 0) + 1}:" not in str(error) or len(self._kinds) == 1:
+                # another kind of time than in the blocks before: the next finer one, to the end of
+                # the file
+                if (
+                    f"CSV column #{int(self._time or 0) + 1}:" not in str(error)
+                    or len(self._kinds) == 1
+                ):
                     return None
                 del self._kinds[0]
 
 
 def _whole(column: pa.ChunkedArray) -> pa.Array:
-    return column.chunk(0) if column.num_chunks == 1 else column.unify_dictionaries().combine_chunks()
+    return (
+        column.chunk(0) if column.num_chunks == 1 else column.unify_dictionaries().combine_chunks()
+    )
 
 
 __all__ = ["UNPARSABLE", "Progress", "SourceFile", "python_literal", "told"]

@@ -1,4 +1,6 @@
-"""The data set table that papers print: users, items, interactions, average length, density, overlap."""
+"""The data set table that papers print: users, items, interactions, average length, density,
+overlap.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class OverlapRow:
     """Users shared by two domains, or by all.
 
     Attributes:
-        domains: their names. users: users in each of them. ratio: the share of these among users in any of them.
+        domains: their names. users: users in each of them. ratio: the share of these among users in
+            any of them.
     """
 
     domains: tuple[str, ...]
@@ -44,10 +47,17 @@ def table(data: PreparedData) -> list[DomainRow]:
     rows = []
     for name, counts in data.manifest["domains"].items():
         users, items, n = counts["users"], counts["items"], counts["interactions"]
-        rows.append(DomainRow(name, users, items, n, n / users, n / (users * items), counts["items_without_text"]))
+        rows.append(
+            DomainRow(
+                name, users, items, n, n / users, n / (users * items), counts["items_without_text"]
+            )
+        )
     return rows
 
 
 def overlaps(data: PreparedData) -> list[OverlapRow]:
     """One row per pair of domains, and one for all domains where there are more than two."""
-    return [OverlapRow(tuple(o["domains"]), o["users"], o["users"] / o["of"]) for o in data.manifest["overlap"]]
+    return [
+        OverlapRow(tuple(o["domains"]), o["users"], o["users"] / o["of"])
+        for o in data.manifest["overlap"]
+    ]

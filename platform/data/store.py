@@ -1,14 +1,17 @@
-"""Prepared data on disk: one directory per data set, Parquet per domain, a manifest that says how it was made.
+"""Prepared data on disk: one directory per data set, Parquet per domain, a manifest that says how
+it was made.
 
     DIR/manifest.json
     DIR/<domain>/interactions.parquet   user int32, item int32, time int64; sorted by user, then time, then source order
     DIR/<domain>/items.parquet          item int32, id string, text string ("" where an item has none)
     DIR/<domain>/users.parquet          user int32, id string
 
-Users and items are row numbers `0 … n-1` of their domain. The same input gives the same bytes under the same pyarrow
-version; `fingerprint` is taken over the columns' values, so that it also stays the same over pyarrow versions.
+Users and items are row numbers `0 … n-1` of their domain. The same input gives the same bytes under
+the same pyarrow version; `fingerprint` is taken over the columns' values, so that it also stays the
+same over pyarrow versions.
 
-Equal times: two interactions of one user at the same time keep the order in which they were given to the writer.
+Equal times: two interactions of one user at the same time keep the order in which they were given
+to the writer.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ FORMAT = "crossfed-prepared-data"
 VERSION = 1
 MANIFEST = "manifest.json"
 ROW_GROUP = 1 << 20
-"""Rows per Parquet row group; fixed, so that the bytes do not depend on how the rows were handed over."""
+"""Rows per Parquet row group; fixed, so that the bytes do not depend on how the rows were handed
+over.
+"""
 
 _TABLES = {
     "interactions": pa.schema([("user", pa.int32()), ("item", pa.int32()), ("time", pa.int64())]),
@@ -58,7 +63,8 @@ def file_sha256(path: Path) -> str:
 
 
 def valid_domain_name(name: str) -> bool:
-    """Whether a domain may have this name: letters, digits, `_`, `-` and `.`, and not the server's."""
+    """Whether a domain may have this name: letters, digits, `_`, `-` and `.`, and not the server's.
+    """
     return bool(_NAME.fullmatch(name)) and name != SERVER
 
 
@@ -70,7 +76,8 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error).splitlines()[0]
         raise CrossfedError(
-            f"Cannot write prepared data to {path}: {reason}; give a place that is writable and has room."
+            f"Cannot write prepared data to {path}: {reason}; give a place that is writable "
+            f"and has room."
         ) from error
 
 
@@ -92,7 +99,9 @@ class _Column:
 
     def update(self, values: pa.Array) -> None:
         if pa.types.is_string(values.type):
-            self._lengths.update(pc.binary_length(values).to_numpy(zero_copy_only=False).astype("<i4").tobytes())
+            self._lengths.update(
+                pc.binary_length(values).to_numpy(zero_copy_only=False).astype("<i4").tobytes()
+            )
             self._data.update("".join(values.to_pylist()).encode())
         else:
             self._data.update(np.ascontiguousarray(values.to_numpy()).tobytes())
@@ -102,14 +111,17 @@ class _Column:
 
 
 class _Table:
-    """One Parquet file written in row groups of a fixed size, with its content hash kept along the way."""
+    """One Parquet file written in row groups of a fixed size, with its content hash kept along the
+    way.
+    """
 
     def __init__(self, path: Path, kind: str) -> None:
         self.path, self.schema, self.rows = path, _TABLES[kind], 0
         self._pending: list[pa.Table] = []
         self._pending_rows = 0
         self._columns = [_Column() for _ in self.schema]
-        # Everything that shapes the bytes is said here, so that no default of a later pyarrow changes them silently.
+        # Everything that shapes the bytes is said here, so that no default of a later pyarrow
+        # changes them silently.
         self._writer = pq.ParquetWriter(
             path,
             self.schema,
@@ -124,7 +136,8 @@ class _Table:
 
     def append(self, *columns: Any) -> None:
         table = pa.table(
-            [pa.array(c, type=f.type) for c, f in zip(columns, self.schema, strict=True)], schema=self.schema
+            [pa.array(c, type=f.type) for c, f in zip(columns, self.schema, strict=True)],
+            schema=self.schema,
         )
         for column, values in zip(self._columns, table.columns, strict=True):
             for chunk in values.chunks:
@@ -136,10 +149,16 @@ class _Table:
             self._flush(whole_groups_only=True)
 
     def _flush(self, whole_groups_only: bool) -> None:
-        table = pa.concat_tables(self._pending, promote_options="none") if self._pending else self.schema.empty_table()
+        table = (
+            pa.concat_tables(self._pending, promote_options="none")
+            if self._pending
+            else self.schema.empty_table()
+        )
         start = 0
         while len(table) - start >= ROW_GROUP or (not whole_groups_only and start < len(table)):
-            self._writer.write_table(table.slice(start, ROW_GROUP).combine_chunks(), row_group_size=ROW_GROUP)
+            self._writer.write_table(
+                table.slice(start, ROW_GROUP).combine_chunks(), row_group_size=ROW_GROUP
+            )
             start = min(start + ROW_GROUP, len(table))
         self._pending, self._pending_rows = [table.slice(start)], len(table) - start
 
@@ -169,12 +188,15 @@ class DomainWriter:
         self._highest = {"user": -1, "item": -1}
         self._without_text = 0
 
-    def append_interactions(self, users: npt.ArrayLike, items: npt.ArrayLike, times: npt.ArrayLike) -> None:
-        """Add whole users: every user in this batch is higher than every user in the batches before.
+    def append_interactions(
+        self, users: npt.ArrayLike, items: npt.ArrayLike, times: npt.ArrayLike
+    ) -> None:
+        """Add whole users: every user in this batch is higher than every user in the batches
+        before.
 
         Args:
-            users, items, times: [n] integers; rows may be in any order, and are sorted here by user and time with
-                ties in the order given.
+            users, items, times: [n] integers; rows may be in any order, and are sorted here by user
+                and time with ties in the order given.
 
         Raises:
             CrossfedError: a user that already had a batch, or a negative row number.
@@ -186,7 +208,8 @@ class DomainWriter:
             return
         if users.min() <= self._last_user:
             raise CrossfedError(
-                f"Domain {self.name}: interactions of user {users.min()} come after those of user {self._last_user}; "
+                f"Domain {self.name}: interactions of user {users.min()} come after those of "
+                f"user {self._last_user}; "
                 "hand over batches of whole users in ascending order."
             )
         if items.min() < 0:
@@ -194,13 +217,19 @@ class DomainWriter:
         # stable sorts: ties keep the given order
         order = stable_order(users) if (np.diff(times) >= 0).all() else np.lexsort((times, users))
         self._last_user = int(users.max())
-        self._highest = {"user": self._last_user, "item": max(self._highest["item"], int(items.max()))}
+        self._highest = {
+            "user": self._last_user,
+            "item": max(self._highest["item"], int(items.max())),
+        }
         self._tables["interactions"].append(
-            users[order].astype(np.int32), items[order].astype(np.int32), np.ascontiguousarray(times[order])
+            users[order].astype(np.int32),
+            items[order].astype(np.int32),
+            np.ascontiguousarray(times[order]),
         )
 
     def append_items(self, ids: Sequence[str], texts: Sequence[str]) -> None:
-        """Add the next items, numbered on from those before; `texts` has "" where an item has none."""
+        """Add the next items, numbered on from those before; `texts` has "" where an item has none.
+        """
         table = self._tables["items"]
         self._without_text += sum(not text for text in texts)
         table.append(np.arange(table.rows, table.rows + len(ids), dtype=np.int32), ids, texts)
@@ -215,14 +244,19 @@ class DomainWriter:
         n_users, n_items = self._tables["users"].rows, self._tables["items"].rows
         n = self._tables["interactions"].rows
         if not n:
-            raise CrossfedError(f"Domain {self.name} has no interactions left; loosen its filters or its k-core.")
+            raise CrossfedError(
+                f"Domain {self.name} has no interactions left; loosen its filters or its k-core."
+            )
         for kind, size in (("user", n_users), ("item", n_items)):
             if self._highest[kind] >= size:
                 raise CrossfedError(
-                    f"Domain {self.name}: {kind} number {self._highest[kind]} occurs but only {size} {kind}s "
+                    f"Domain {self.name}: {kind} number {self._highest[kind]} occurs but only "
+                    f"{size} {kind}s "
                     "were given."
                 )
-        files = {f"{self.name}/{kind}.parquet": table.finish() for kind, table in self._tables.items()}
+        files = {
+            f"{self.name}/{kind}.parquet": table.finish() for kind, table in self._tables.items()
+        }
         described: dict[str, Any] = {
             "users": n_users,
             "items": n_items,
@@ -243,12 +277,14 @@ class DomainWriter:
 class Writer:
     """Writes prepared data; a context manager.
 
-    Everything goes to a temporary sibling directory, which gets its final name only when the block ends well.
+    Everything goes to a temporary sibling directory, which gets its final name only when the block
+    ends well.
 
     Args:
         path: the directory to make; it must not exist (or be empty).
         recipe: how the data were made, as JSON values; kept in the manifest.
-        synthetic: whether the data were generated; kept in the manifest and shown with every number.
+        synthetic: whether the data were generated; kept in the manifest and shown with every
+            number.
 
     Raises:
         CrossfedError: the directory exists and is not empty, or cannot be written.
@@ -264,14 +300,22 @@ class Writer:
 
     def __enter__(self) -> Self:
         if self.path.is_file() or (self.path.is_dir() and any(self.path.iterdir())):
-            raise CrossfedError(f"{self.path} exists already and is not empty; give another --out or delete it first.")
+            raise CrossfedError(
+                f"{self.path} exists already and is not empty; give another "
+                f"--out or delete it first."
+            )
         with _writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._temporary = Path(tempfile.mkdtemp(prefix=f".{self.path.name}-", dir=self.path.parent))
+            self._temporary = Path(
+                tempfile.mkdtemp(prefix=f".{self.path.name}-", dir=self.path.parent)
+            )
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         assert self._temporary is not None
         try:
@@ -287,9 +331,13 @@ class Writer:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def add_source(self, name: str, path: Path, sha256: str | None = None) -> None:
-        """Record a source file: its name as in the spec, size and SHA-256 (computed where not given)."""
+        """Record a source file: its name as in the spec, size and SHA-256 (computed where not
+        given).
+        """
         with _reading(path, "check the source"):
-            self._sources.append({"name": name, "bytes": path.stat().st_size, "sha256": sha256 or file_sha256(path)})
+            self._sources.append(
+                {"name": name, "bytes": path.stat().st_size, "sha256": sha256 or file_sha256(path)}
+            )
 
     def open_domain(self, name: str, counts: Mapping[str, Any] | None = None) -> DomainWriter:
         """Begin the next domain, to be filled in batches. The domain before it is finished first.
@@ -301,7 +349,8 @@ class Writer:
         assert self._temporary is not None, "use Writer in a with block"
         if not valid_domain_name(name):
             raise CrossfedError(
-                f"Domain name {name!r} is not usable; take letters, digits, '_', '-' and '.', and not '{SERVER}'."
+                f"Domain name {name!r} is not usable; take letters, digits, '_', '-' and '.', "
+                f"and not '{SERVER}'."
             )
         self._finish_domain()
         if name in self._domains:
@@ -325,7 +374,8 @@ class Writer:
         """Write a whole domain.
 
         Args:
-            users, items, times: [n_interactions] row numbers and seconds; any order, ties stay in the given order.
+            users, items, times: [n_interactions] row numbers and seconds; any order, ties stay in
+                the given order.
             user_ids: [n_users]. item_ids, item_texts: [n_items]; "" for an item without text.
             counts: as in `open_domain`.
         """
@@ -363,13 +413,16 @@ class Writer:
             self._temporary.rename(self.path)
 
     def _overlap(self) -> list[dict[str, Any]]:
-        """Users with the same id in every pair of domains, and in all of them where there are more than two.
+        """Users with the same id in every pair of domains, and in all of them where there are more
+        than two.
 
         `users` counts those in each of the domains, `of` those in any of them.
         """
         assert self._temporary is not None
         ids = {
-            d: pq.read_table(self._temporary / d / "users.parquet", columns=["id"])["id"].combine_chunks()
+            d: pq.read_table(self._temporary / d / "users.parquet", columns=["id"])[
+                "id"
+            ].combine_chunks()
             for d in self._domains
         }
         groups = list(itertools.combinations(ids, 2)) + ([tuple(ids)] if len(ids) > 2 else [])
@@ -387,22 +440,30 @@ class PreparedData:
     """A prepared data directory, read domain by domain. Made by `PreparedData.open`.
 
     Attributes:
-        path: the directory. manifest: the parsed manifest. domains: the domains' names in their stated order.
-        fingerprint: SHA-256 over the domains' names and all files' contents; changes when any value changes.
+        path: the directory. manifest: the parsed manifest. domains: the domains' names in their
+            stated order.
+        fingerprint: SHA-256 over the domains' names and all files' contents; changes when any value
+            changes.
     """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
         self.path, self.manifest = path, manifest
         self.domains: tuple[str, ...] = tuple(manifest["domains"])
-        parts = [FORMAT, str(VERSION), *(f"{name} {file['content']}" for name, file in manifest["files"].items())]
+        parts = [
+            FORMAT,
+            str(VERSION),
+            *(f"{name} {file['content']}" for name, file in manifest["files"].items()),
+        ]
         self.fingerprint: str = hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     @classmethod
     def open(cls, path: Path) -> PreparedData:
-        """Open a directory made by `Writer`; checks the manifest, its version and every file's presence and size.
+        """Open a directory made by `Writer`; checks the manifest, its version and every file's
+        presence and size.
 
         Raises:
-            CrossfedError: not a prepared data directory, one from another version, or one that is not complete.
+            CrossfedError: not a prepared data directory, one from another version, or one that is
+                not complete.
         """
         path = Path(path)
         try:
@@ -410,46 +471,71 @@ class PreparedData:
         except NotADirectoryError:
             if path.suffix.lower() in (".yaml", ".yml"):
                 raise CrossfedError(
-                    f"{path} is a spec, which must be prepared first: crossfed data prepare {path} --out DIR, and then "
+                    f"{path} is a spec, which must be prepared first: crossfed data prepare "
+                    f"{path} --out DIR, and then "
                     "--data DIR."
                 ) from None
-            raise CrossfedError(f"{path} is a file; give the directory that `crossfed data prepare` made.") from None
+            raise CrossfedError(
+                f"{path} is a file; give the directory that `crossfed data prepare` made."
+            ) from None
         except FileNotFoundError:
-            what = "is not a prepared data directory (no manifest.json)" if path.is_dir() else "does not exist"
+            what = (
+                "is not a prepared data directory (no manifest.json)"
+                if path.is_dir()
+                else "does not exist"
+            )
             raise CrossfedError(f"{path} {what}; make one with `crossfed data prepare`.") from None
         except (OSError, ValueError) as error:
-            raise CrossfedError(f"{path / MANIFEST} cannot be read ({error}); prepare the data again.") from error
+            raise CrossfedError(
+                f"{path / MANIFEST} cannot be read ({error}); prepare the data again."
+            ) from error
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise CrossfedError(
-                f"{path / MANIFEST} is not the manifest of prepared data; make one with `crossfed data prepare`."
+                f"{path / MANIFEST} is not the manifest of prepared data; make one with "
+                f"`crossfed data prepare`."
             )
         if manifest.get("version") != VERSION:
             raise CrossfedError(
                 f"{path} was prepared in format version {manifest.get('version')}, "
                 f"this crossfed reads version {VERSION}; prepare the data again."
             )
-        if missing := {"domains", "files", "recipe", "sources", "overlap", "synthetic"} - manifest.keys():
-            raise CrossfedError(f"{path / MANIFEST} lacks {', '.join(sorted(missing))}; prepare the data again.")
+        if (
+            missing := {"domains", "files", "recipe", "sources", "overlap", "synthetic"}
+            - manifest.keys()
+        ):
+            raise CrossfedError(
+                f"{path / MANIFEST} lacks {', '.join(sorted(missing))}; prepare the data again."
+            )
         try:
             rows = {
-                name: {kind: manifest["files"][f"{name}/{kind}.parquet"]["rows"] for kind in _TABLES}
+                name: {
+                    kind: manifest["files"][f"{name}/{kind}.parquet"]["rows"] for kind in _TABLES
+                }
                 for name in manifest["domains"]
             }
-            agree = rows == {name: {k: told[k] for k in _TABLES} for name, told in manifest["domains"].items()}
-            agree &= manifest["files"].keys() == {f"{name}/{kind}.parquet" for name in rows for kind in _TABLES}
+            agree = rows == {
+                name: {k: told[k] for k in _TABLES} for name, told in manifest["domains"].items()
+            }
+            agree &= manifest["files"].keys() == {
+                f"{name}/{kind}.parquet" for name in rows for kind in _TABLES
+            }
             agree &= all(
-                isinstance(told[key], str) for told in manifest["files"].values() for key in ("sha256", "content")
+                isinstance(told[key], str)
+                for told in manifest["files"].values()
+                for key in ("sha256", "content")
             )
         except (AttributeError, KeyError, TypeError):
             agree = False
         if not agree:
             raise CrossfedError(
-                f"{path / MANIFEST} disagrees with itself on domains and files; prepare the data again."
+                f"{path / MANIFEST} disagrees with itself on domains and files; prepare the "
+                f"data again."
             )
         for name in rows:
             if not valid_domain_name(name):
                 raise CrossfedError(
-                    f"{path / MANIFEST} names a domain {name!r}; take letters, digits, '_', '-' and '.', and not '{SERVER}'."
+                    f"{path / MANIFEST} names a domain {name!r}; take letters, digits, '_', "
+                    f"'-' and '.', and not '{SERVER}'."
                 )
         for name, expected in manifest["files"].items():
             file = path / name
@@ -457,18 +543,23 @@ class PreparedData:
                 raise CrossfedError(f"{file} is missing; prepare the data again.")
             if file.stat().st_size != expected["bytes"]:
                 raise CrossfedError(
-                    f"{file} has {file.stat().st_size} bytes where the manifest says {expected['bytes']}; "
+                    f"{file} has {file.stat().st_size} bytes where the manifest says "
+                    f"{expected['bytes']}; "
                     "prepare the data again."
                 )
         return cls(path, manifest)
 
     def verify(self) -> None:
-        """Compare the SHA-256 of every file with the manifest; raises CrossfedError at the first difference."""
+        """Compare the SHA-256 of every file with the manifest; raises CrossfedError at the first
+        difference.
+        """
         for name, expected in self.manifest["files"].items():
             with _reading(self.path / name, "prepare the data again"):
                 actual = file_sha256(self.path / name)
             if actual != expected["sha256"]:
-                raise CrossfedError(f"{self.path / name} differs from what was prepared; prepare the data again.")
+                raise CrossfedError(
+                    f"{self.path / name} differs from what was prepared; prepare the data again."
+                )
 
     @property
     def synthetic(self) -> bool:
@@ -476,7 +567,9 @@ class PreparedData:
         return bool(self.manifest["synthetic"])
 
     def times(self, domain: str) -> str:
-        """What a domain's times are: "seconds" since 1970, an "order", or "none": its rows are in no order of time."""
+        """What a domain's times are: "seconds" since 1970, an "order", or "none": its rows are in
+        no order of time.
+        """
         kind = self._described(domain).get("preparation", {}).get("times", "seconds")
         return str(kind)
 
@@ -486,13 +579,20 @@ class PreparedData:
         return described["users"], described["items"]
 
     def interactions(self, domain: str) -> tuple[Int64s, Int64s, Int64s]:
-        """Users, items and times, each int64 [n_interactions], sorted by user, time and source order."""
+        """Users, items and times, each int64 [n_interactions], sorted by user, time and source
+        order.
+        """
         table = self._read(domain, "interactions")
-        users, items, times = (table[name].to_numpy().astype(np.int64) for name in ("user", "item", "time"))
-        for numbers, size, kind in zip((users, items), self.sizes(domain), ("user", "item"), strict=True):
+        users, items, times = (
+            table[name].to_numpy().astype(np.int64) for name in ("user", "item", "time")
+        )
+        for numbers, size, kind in zip(
+            (users, items), self.sizes(domain), ("user", "item"), strict=True
+        ):
             if len(numbers) and not 0 <= numbers.min() <= numbers.max() < size:
                 raise CrossfedError(
-                    f"{self.path / domain}: {kind} numbers lie outside 0 … {size - 1}; prepare the data again."
+                    f"{self.path / domain}: {kind} numbers lie outside 0 … {size - 1}; prepare "
+                    f"the data again."
                 )
         return users, items, times
 
@@ -510,7 +610,9 @@ class PreparedData:
 
     def _described(self, domain: str) -> dict[str, Any]:
         if domain not in self.manifest["domains"]:
-            raise CrossfedError(f"{self.path} has no domain {domain!r}; it has {', '.join(self.domains)}.")
+            raise CrossfedError(
+                f"{self.path} has no domain {domain!r}; it has {', '.join(self.domains)}."
+            )
         return self.manifest["domains"][domain]
 
     def _read(self, domain: str, kind: str, *columns: str) -> pa.Table:
@@ -519,13 +621,21 @@ class PreparedData:
         try:
             schema = pq.read_schema(file)
             if schema.names != _TABLES[kind].names or schema.types != _TABLES[kind].types:
-                raise CrossfedError(f"{file} has other columns than prepared data; prepare the data again.")
-            rows, expected = pq.read_metadata(file).num_rows, self.manifest["files"][f"{domain}/{kind}.parquet"]["rows"]
+                raise CrossfedError(
+                    f"{file} has other columns than prepared data; prepare the data again."
+                )
+            rows, expected = (
+                pq.read_metadata(file).num_rows,
+                self.manifest["files"][f"{domain}/{kind}.parquet"]["rows"],
+            )
             if rows != expected:
                 raise CrossfedError(
-                    f"{file} has {rows} rows where the manifest says {expected}; prepare the data again."
+                    f"{file} has {rows} rows where the manifest says {expected}; prepare the "
+                    f"data again."
                 )
             return pq.read_table(file, columns=list(columns) or None, memory_map=False)
         except (OSError, pa.ArrowException) as error:
             reason = str(error).splitlines()[0]
-            raise CrossfedError(f"{file} cannot be read ({reason}); prepare the data again.") from error
+            raise CrossfedError(
+                f"{file} cannot be read ({reason}); prepare the data again."
+            ) from error

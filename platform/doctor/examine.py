@@ -1,4 +1,6 @@
-"""Asks every machine of a cluster what it says of itself (`ray_probe.look`): one task per machine, and this process."""
+"""Asks every machine of a cluster what it says of itself (`ray_probe.look`): one task per machine,
+and this process.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,13 @@ def examine(
     try:
         set_aside = connect.SERVER_RESOURCE in ray.cluster_resources()
         wanted = Wanted(
-            out, tracking, encoder, require_tracking, set_aside, *_actors(domains), _interrupted(out, tracking_uri)
+            out,
+            tracking,
+            encoder,
+            require_tracking,
+            set_aside,
+            *_actors(domains),
+            _interrupted(out, tracking_uri),
         )
         return _ask(wanted, patience), wanted
     finally:
@@ -73,7 +81,8 @@ def _actors(domains: int) -> tuple[str, str]:
     wanted = connect.fitted(Resources(), names, machines)
     share, server = wanted[names[-1]], wanted[SERVER]
     actors = (
-        f"a server with {server.cpus:g} CPUs, {domains} domains with {share.cpus:g} CPUs and {share.gpus:g} GPUs each"
+        f"a server with {server.cpus:g} CPUs, {domains} domains with {share.cpus:g} CPUs and "
+        f"{share.gpus:g} GPUs each"
     )
     try:
         connect.preflight(wanted, machines)
@@ -83,7 +92,9 @@ def _actors(domains: int) -> tuple[str, str]:
 
 
 def _interrupted(out: str, tracking_uri: str | None) -> str:
-    """Runs and studies in a folder here that nobody works on, though MLflow has them as running; recorded so."""
+    """Runs and studies in a folder here that nobody works on, though MLflow has them as running;
+    recorded so.
+    """
     if "://" in out or not Path(out).is_dir():
         return ""
     left = abandoned.close(Path(out), tracking_uri)
@@ -109,7 +120,9 @@ def _ask(wanted: Wanted, patience: float) -> list[Report]:
             sent = {}
             for row in machines:
                 strategy = NodeAffinitySchedulingStrategy(row["NodeID"], soft=False)
-                ref = look.options(scheduling_strategy=strategy).remote({**ask, "node": row["NodeID"]})
+                ref = look.options(scheduling_strategy=strategy).remote(
+                    {**ask, "node": row["NodeID"]}
+                )
                 sent[ref] = (row, time.time())
             with ThreadPoolExecutor(1) as pool:  # beside the others, whose arrival is timed
                 looking = pool.submit(probe.look, {**ask, "node": "this-process"})
@@ -120,7 +133,13 @@ def _ask(wanted: Wanted, patience: float) -> list[Report]:
         written = _written(ask, [row["NodeID"] for row in machines]) if ask["marker"] else set()
         if ask["trouble"]:
             own["storage"] = {"problem": ask["trouble"]}
-    driver = own | {"name": "this process", "driver": True, "head": False, "gpus": 0.0, "skew": None}
+    driver = own | {
+        "name": "this process",
+        "driver": True,
+        "head": False,
+        "gpus": 0.0,
+        "skew": None,
+    }
     reports: list[Report] = [driver]
     for row, answer in answers:
         told = {
@@ -141,13 +160,17 @@ def _tell_apart(reports: list[Report]) -> None:
     names = [row["name"] for row in reports]
     for index, row in enumerate(reports):
         if names.count(row["name"]) > 1:
-            reports[index] = {**row, "name": f"{row['name']} #{names[: index + 1].count(row['name'])}"}
+            reports[index] = {
+                **row,
+                "name": f"{row['name']} #{names[: index + 1].count(row['name'])}",
+            }
 
 
 def _gather(
     sent: dict[Any, tuple[dict[str, Any], float]], patience: float
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Answers in the order asked, with the skew of each clock; who is not back in time is silent."""
+    """Answers in the order asked, with the skew of each clock; who is not back in time is silent.
+    """
     found: dict[Any, dict[str, Any]] = {}
     waiting, end = list(sent), time.monotonic() + patience
     while waiting and (left := end - time.monotonic()) > 0:
@@ -155,9 +178,12 @@ def _gather(
         for ref in ready:
             try:
                 answer = ray.get(ref)
-                # an answer arrives after it was made, and is begun after it was asked for: both bound what the clock is off
+                # an answer arrives after it was made, and is begun after it was asked for: both
+                # bound what the clock is off
                 low, high = answer["ended"] - time.time(), answer["began"] - sent[ref][1]
-                found[ref] = answer | {"skew": low if low > 0 else min(high, 0.0) if high < 0 else 0.0}
+                found[ref] = answer | {
+                    "skew": low if low > 0 else min(high, 0.0) if high < 0 else 0.0
+                }
             except RayError as error:
                 found[ref] = {"silent": " ".join(str(error).split())[:300]}
     for ref in waiting:
@@ -168,7 +194,9 @@ def _gather(
 
 @contextlib.contextmanager
 def _marked(out: str, patience: float) -> Iterator[dict[str, Any]]:
-    """A folder in the runs' folder with a word in it, while the machines are asked; without one where that cannot be made."""
+    """A folder in the runs' folder with a word in it, while the machines are asked; without one
+    where that cannot be made.
+    """
     word = secrets.token_hex(8)
     marker = f"{out.rstrip('/')}/.doctor-{word}"
     existed = "://" in out or Path(out).exists()
@@ -201,5 +229,7 @@ def _written(ask: dict[str, Any], nodes: list[str]) -> set[str]:
         store, path = probe.file_system(ask["marker"])
         return {"seen": probe.read(store, f"{path}/{node}") == ask["word"]}
 
-    found = probe.within(ask["patience"], *({node: functools.partial(seen, node)} for node in nodes))
+    found = probe.within(
+        ask["patience"], *({node: functools.partial(seen, node)} for node in nodes)
+    )
     return {node for node, answer in found.items() if answer.get("seen")}

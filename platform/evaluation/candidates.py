@@ -1,7 +1,8 @@
-"""Sampled candidates: for each user, items never interacted with, among which the held-out items are ranked.
+"""Sampled candidates: for each user, items never interacted with, among which the held-out items
+are ranked.
 
-They are drawn once, from a seed and the data alone, and stored with their hash, so that every method ranks among the
-same items and a result can name them.
+They are drawn once, from a seed and the data alone, and stored with their hash, so that every
+method ranks among the same items and a result can name them.
 """
 
 from __future__ import annotations
@@ -64,14 +65,16 @@ def draw(
     n: int,
     seed: int,
 ) -> Candidates:
-    """Draw n items per user, uniformly and without replacement, from the items the user never interacted with.
+    """Draw n items per user, uniformly and without replacement, from the items the user never
+    interacted with.
 
-    Works in blocks of users, so that the memory besides the result does not grow with users or items.
+    Works in blocks of users, so that the memory besides the result does not grow with users or
+    items.
 
     Args:
         users: [n_users], row numbers to draw for.
-        known_indptr, known_items: `known_items[known_indptr[u]:known_indptr[u + 1]]` are all items of user u in any
-            split; repetitions do no harm.
+        known_indptr, known_items: `known_items[known_indptr[u]:known_indptr[u + 1]]` are all items
+            of user u in any split; repetitions do no harm.
         n_items: size of the catalogue.
         n: how many items per user.
         seed: the evaluation's seed, not the run's, so that all runs rank among the same items.
@@ -84,7 +87,9 @@ def draw(
     items = np.empty((len(users), n), np.int32)
     # A user costs at most 2n working entries, and one per known item.
     cost = np.cumsum(2 * n + known_indptr[users + 1].astype(np.int64) - known_indptr[users])
-    for block in np.split(np.arange(len(users)), np.flatnonzero(np.diff(cost // _BLOCK_ENTRIES)) + 1):
+    for block in np.split(
+        np.arange(len(users)), np.flatnonzero(np.diff(cost // _BLOCK_ENTRIES)) + 1
+    ):
         items[block] = _draw_block(users[block], known_indptr, known_items, n_items, n, rng)
     return Candidates(users, items, n_items)
 
@@ -110,23 +115,30 @@ def _draw_block(
     if left.size and left.min() < n:
         worst = int(left.argmin())
         raise CrossfedError(
-            f"user row {users[worst]} has only {left[worst]} items never interacted with, but the protocol asks for "
+            f"user row {users[worst]} has only {left[worst]} items never interacted with, but "
+            f"the protocol asks for "
             f"{n} sampled candidates; choose one with fewer or with full ranking"
         )
     places = _distinct(left, n, rng)
-    # The p-th unknown item of a user is p + (how many known items lie before it). Known item number j (ascending, from
-    # 0) lies before it exactly when item_j - j <= p; keyed by row, these differences ascend over the whole block.
+    # The p-th unknown item of a user is p + (how many known items lie before it). Known item number
+    # j (ascending, from
+    # 0) lies before it exactly when item_j - j <= p; keyed by row, these differences ascend over
+    # the whole block.
     before = (known % n_items) - (np.arange(len(known)) - first[row])
     keys = row * n_items + before
     rows = np.arange(len(users))[:, None]
     return places + np.searchsorted(keys, rows * n_items + places, side="right") - first[:, None]
 
 
-def _distinct(limits: npt.NDArray[np.int64], n: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """For each limit a uniform n-subset of 0 … limit-1: int64 [len(limits), n], ascending in each row.
+def _distinct(
+    limits: npt.NDArray[np.int64], n: int, rng: np.random.Generator
+) -> npt.NDArray[np.int64]:
+    """For each limit a uniform n-subset of 0 … limit-1: int64 [len(limits), n], ascending in each
+    row.
 
-    Small ranges (up to 2n) are shuffled whole. In large ones repeated values are drawn again until there are none. No step
-    treats one value differently from another, so all n-subsets are equally likely.
+    Small ranges (up to 2n) are shuffled whole. In large ones repeated values are drawn again until
+    there are none. No step treats one value differently from another, so all n-subsets are equally
+    likely.
     """
     result = np.empty((len(limits), n), np.int64)
     small = np.flatnonzero(limits <= 2 * n)
@@ -159,8 +171,9 @@ def load_or_draw(
 ) -> Candidates:
     """The stored candidates of this data and seed, or new ones, which are then stored.
 
-    The file is `<part>-<n>-<key>.parquet`, where the key is a hash of the data and the seed; other data or another seed
-    makes another file. It appears whole or not at all, and any number of processes may race for it.
+    The file is `<part>-<n>-<key>.parquet`, where the key is a hash of the data and the seed; other
+    data or another seed makes another file. It appears whole or not at all, and any number of
+    processes may race for it.
 
     Args:
         directory: where they are stored; made when absent.
@@ -168,11 +181,13 @@ def load_or_draw(
         users, known_indptr, known_items, n_items, n, seed: as in `draw`.
 
     Raises:
-        CrossfedError: as `draw`; the stored file is damaged or does not have the hash it was stored with; the directory
-            cannot be written to.
+        CrossfedError: as `draw`; the stored file is damaged or does not have the hash it was stored
+            with; the directory cannot be written to.
     """
     users = np.asarray(users, np.int64)
-    path = directory / f"{part}-{n}-{_key(users, known_indptr, known_items, n_items, n, seed)}.parquet"
+    path = (
+        directory / f"{part}-{n}-{_key(users, known_indptr, known_items, n_items, n, seed)}.parquet"
+    )
     if path.exists():
         return _load(path)
     candidates = draw(users, known_indptr, known_items, n_items, n, seed)
@@ -198,7 +213,9 @@ def _save(path: Path, candidates: Candidates) -> None:
     n = candidates.items.shape[1]
     items = pa.FixedSizeListArray.from_arrays(pa.array(candidates.items.ravel()), n)
     table = pa.table({"user": candidates.users, "items": items})
-    table = table.replace_schema_metadata({"n_items": str(candidates.n_items), "sha256": candidates.sha256})
+    table = table.replace_schema_metadata(
+        {"n_items": str(candidates.n_items), "sha256": candidates.sha256}
+    )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.stem}-{secrets.token_hex(8)}.part")
@@ -208,7 +225,9 @@ def _save(path: Path, candidates: Candidates) -> None:
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        raise CrossfedError(f"cannot store the sampled candidates at {path}: {error.strerror or error}") from error
+        raise CrossfedError(
+            f"cannot store the sampled candidates at {path}: {error.strerror or error}"
+        ) from error
 
 
 def _load(path: Path) -> Candidates:
@@ -217,7 +236,9 @@ def _load(path: Path) -> Candidates:
         metadata = table.schema.metadata
         users = table["user"].to_numpy().astype(np.int64)
         column = table["items"].combine_chunks()
-        items = column.flatten().to_numpy().astype(np.int32).reshape(len(users), column.type.list_size)
+        items = (
+            column.flatten().to_numpy().astype(np.int32).reshape(len(users), column.type.list_size)
+        )
         candidates = Candidates(users, items, int(metadata[b"n_items"]))
         stored = metadata[b"sha256"].decode()
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -225,5 +246,8 @@ def _load(path: Path) -> Candidates:
             f"{path} is not a readable candidate file; delete it to draw the candidates again"
         ) from error
     if candidates.sha256 != stored:
-        raise CrossfedError(f"{path} does not have the hash it was stored with; delete it to draw the candidates again")
+        raise CrossfedError(
+            f"{path} does not have the hash it was stored with; delete it to "
+            f"draw the candidates again"
+        )
     return candidates

@@ -1,4 +1,5 @@
-"""What a random order of the candidates reaches: the line that a sampled protocol's numbers have to be read against.
+"""What a random order of the candidates reaches: the line that a sampled protocol's numbers have to
+be read against.
 
 For one true item among n candidates its place is uniform on 1 … n, so that with m = min(k, n)
 
@@ -16,7 +17,8 @@ from crossfed.platform.evaluation.metrics import WHOLE, metric_name, parse_metri
 
 
 def chance(metric: str, candidates: int) -> float | None:
-    """The expected value of a metric for one true item in a random order; None where there is no such value (coverage).
+    """The expected value of a metric for one true item in a random order; None where there is no
+    such value (coverage).
 
     Args:
         metric: in any spelling. candidates: n, the true item included.

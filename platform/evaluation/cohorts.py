@@ -1,4 +1,5 @@
-"""Metrics by how active users were in training: cold (at most 7 interactions), warm (8–15), active (16 and more).
+"""Metrics by how active users were in training: cold (at most 7 interactions), warm (8–15), active
+(16 and more).
 
 The bounds are those of FedCGR's Figure 3.
 """
@@ -28,7 +29,8 @@ class Cohort:
         n_users: how many users are in it.
         share: their share of all users, in [0, 1].
         means: metric name -> mean over the group's users; empty when it has none.
-        intervals: metric name -> 95 % confidence interval of that mean (`wilson`); only with two users or more.
+        intervals: metric name -> 95 % confidence interval of that mean (`wilson`); only with two
+            users or more.
     """
 
     name: str
@@ -57,7 +59,8 @@ def by_activity(
     """
     if len(names) != len(bounds) + 1 or any(low >= high for low, high in pairwise(bounds)):
         raise CrossfedError(
-            f"cohort bounds must ascend and be one fewer than the names, got {list(bounds)} for {', '.join(names)}"
+            f"cohort bounds must ascend and be one fewer than the names, got {list(bounds)} "
+            f"for {', '.join(names)}"
         )
     for name, values in per_user.items():
         if len(values) != len(activity):
@@ -67,9 +70,19 @@ def by_activity(
     for number, name in enumerate(names):
         member = group == number
         count = int(member.sum())
-        means = {metric: float(values[member].mean()) for metric, values in per_user.items()} if count else {}
-        intervals = {metric: wilson(values[member]) for metric, values in per_user.items()} if count > 1 else {}
-        cohorts.append(Cohort(name, count, count / len(activity) if len(activity) else 0.0, means, intervals))
+        means = (
+            {metric: float(values[member].mean()) for metric, values in per_user.items()}
+            if count
+            else {}
+        )
+        intervals = (
+            {metric: wilson(values[member]) for metric, values in per_user.items()}
+            if count > 1
+            else {}
+        )
+        cohorts.append(
+            Cohort(name, count, count / len(activity) if len(activity) else 0.0, means, intervals)
+        )
     return cohorts
 
 

@@ -1,7 +1,8 @@
 """Ranking metrics at a cut-off K, per user, from where in the list the truth was found.
 
-Notation, for one user: T = n_truth ≥ 1 held-out items; h_i = 1 when the item at position i = 1 … K of the list is one
-of them, else 0; hits(K) = Σ_{i≤K} h_i. Relevance is binary. A list shorter than K counts as filled up with misses.
+Notation, for one user: T = n_truth ≥ 1 held-out items; h_i = 1 when the item at position i = 1 … K
+of the list is one of them, else 0; hits(K) = Σ_{i≤K} h_i. Relevance is binary. A list shorter than
+K counts as filled up with misses.
 
 | name | formula |
 |---|---|
@@ -14,8 +15,8 @@ of them, else 0; hits(K) = Σ_{i≤K} h_i. Relevance is binary. A list shorter t
 | map_at_K | Σ_{i≤K} h_i · hits(i) / i, divided by min(K, T) |
 | coverage_at_K | share of all items that stand in the first K of at least one user's list (one value for all users) |
 
-Average precision is divided by min(K, T), so that a perfect list scores 1 at every K; RecBole does the same, while ranx
-and trec_eval divide by T, which bounds the value by K / T.
+Average precision is divided by min(K, T), so that a perfect list scores 1 at every K; RecBole does
+the same, while ranx and trec_eval divide by T, which bounds the value by K / T.
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ METRICS: tuple[str, ...] = (*PER_USER_METRICS, "coverage")
 """All metrics, without their cut-off."""
 
 WHOLE = "mrr"
-"""The reciprocal rank without a cut-off, which needs the place of the first hit in the whole order."""
+"""The reciprocal rank without a cut-off, which needs the place of the first hit in the whole order.
+"""
 
 _METRIC = re.compile(r"\s*([a-z][a-z_\- ]*?)\s*(?:@|_at_)\s*(\d+)\s*")
 
 
 def parse_metric(text: str) -> tuple[str, int]:
-    """Metric and cut-off of a name in any of its spellings: `Recall@20`, `hit-rate@10`, `ndcg_at_20`.
+    """Metric and cut-off of a name in any of its spellings: `Recall@20`, `hit-rate@10`,
+    `ndcg_at_20`.
 
     Raises:
         CrossfedError: not a metric with a positive cut-off; names the allowed ones.
@@ -52,12 +55,14 @@ def parse_metric(text: str) -> tuple[str, int]:
         if name in METRICS and k > 0:
             return name, k
     raise CrossfedError(
-        f"unknown metric {text!r}; write a metric and a cut-off, such as recall_at_20, with one of {', '.join(METRICS)}"
+        f"unknown metric {text!r}; write a metric and a cut-off, such as recall_at_20, with "
+        f"one of {', '.join(METRICS)}"
     )
 
 
 def metric_name(text: str) -> str:
-    """The name under which a metric is stored, e.g. `recall_at_20` for `Recall@20` (trackers refuse the at sign).
+    """The name under which a metric is stored, e.g. `recall_at_20` for `Recall@20` (trackers refuse
+    the at sign).
 
     `MRR` alone is the reciprocal rank without a cut-off.
 
@@ -76,7 +81,8 @@ def per_user_metrics(
     """Every per-user metric at every cut-off; the formulas are in the module's docstring.
 
     Args:
-        hits: bool [n_users, max(ks)] or wider; `hits[u, i]` says whether the item at position i + 1 is held out.
+        hits: bool [n_users, max(ks)] or wider; `hits[u, i]` says whether the item at position i + 1
+            is held out.
         n_truth: [n_users], the number of held-out items of each user; at least 1.
         ks: the cut-offs.
 
@@ -85,13 +91,16 @@ def per_user_metrics(
     """
     depth = max(ks)
     if hits.shape[1] < depth:
-        raise ValueError(f"hits reach to position {hits.shape[1]}, but a cut-off of {depth} was asked for")
+        raise ValueError(
+            f"hits reach to position {hits.shape[1]}, but a cut-off of {depth} was asked for"
+        )
     if n_truth.size and n_truth.min() < 1:
         raise ValueError("a user without held-out items has no metrics")
     values: dict[str, npt.NDArray[np.float64]] = {
         f"{name}_at_{k}": np.zeros(len(hits)) for name in PER_USER_METRICS for k in ks
     }
-    # Hits are sparse (most positions miss), so work on the list of hits instead of the whole matrix. nonzero() goes row
+    # Hits are sparse (most positions miss), so work on the list of hits instead of the whole
+    # matrix. nonzero() goes row
     # by row, hence a hit's number within its user is its index minus the user's first index.
     user, position = np.nonzero(hits[:, :depth])
     first = np.searchsorted(user, np.arange(len(hits)))
@@ -108,20 +117,26 @@ def per_user_metrics(
         values[f"hit_rate_at_{k}"] = (count > 0).astype(np.float64)
         leading = nth[kept] == 1
         values[f"mrr_at_{k}"][u[leading]] = 1.0 / (p[leading] + 1)
-        values[f"ndcg_at_{k}"] = np.bincount(u, weights=gains[p], minlength=len(hits)) / ideal[possible]
-        values[f"map_at_{k}"] = np.bincount(u, weights=nth[kept] / (p + 1), minlength=len(hits)) / possible
+        values[f"ndcg_at_{k}"] = (
+            np.bincount(u, weights=gains[p], minlength=len(hits)) / ideal[possible]
+        )
+        values[f"map_at_{k}"] = (
+            np.bincount(u, weights=nth[kept] / (p + 1), minlength=len(hits)) / possible
+        )
     return values
 
 
 def macro_metrics(
-    per_user: dict[str, npt.NDArray[np.float64]], best_position: npt.NDArray[np.integer], ks: Sequence[int]
+    per_user: dict[str, npt.NDArray[np.float64]],
+    best_position: npt.NDArray[np.integer],
+    ks: Sequence[int],
 ) -> dict[str, float]:
     """Means over users, and coverage.
 
     Args:
         per_user: as `per_user_metrics` returns.
-        best_position: [n_items], the best 0-based position at which each item was recommended to anybody; max(ks) or
-            more where it never was.
+        best_position: [n_items], the best 0-based position at which each item was recommended to
+            anybody; max(ks) or more where it never was.
         ks: the cut-offs.
     """
     macro = {name: float(values.mean()) for name, values in per_user.items()}

@@ -1,7 +1,9 @@
-"""Is one method better than another? Paired tests over users and over seeds, effect sizes, correction for many comparisons.
+"""Is one method better than another? Paired tests over users and over seeds, effect sizes,
+correction for many comparisons.
 
-Over users the test says whether a difference would survive other users of the same shop; over seeds, whether it would survive
-another initialisation and another order of the data. Neither says anything of the other, nor of other shops.
+Over users the test says whether a difference would survive other users of the same shop; over
+seeds, whether it would survive another initialisation and another order of the data. Neither says
+anything of the other, nor of other shops.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ class Comparison:
         difference: mean of the differences.
         low, high: confidence interval of that mean by Student's t.
         t_p: two-sided p-value of the paired t-test.
-        wilcoxon_p: two-sided p-value of Wilcoxon's signed-rank test; pairs without a difference are dropped.
-        d: Cohen's d for paired values: mean over standard deviation of the differences. Zero without any difference, infinite
-            where it is the same for every pair.
-        rank_biserial: matched-pairs rank-biserial correlation (Kerby 2014): the share of the rank sum in favour less the share
-            against, in [-1, 1].
+        wilcoxon_p: two-sided p-value of Wilcoxon's signed-rank test; pairs without a difference are
+            dropped.
+        d: Cohen's d for paired values: mean over standard deviation of the differences. Zero
+            without any difference, infinite where it is the same for every pair.
+        rank_biserial: matched-pairs rank-biserial correlation (Kerby 2014): the share of the rank
+            sum in favour less the share against, in [-1, 1].
     """
 
     n: int
@@ -54,7 +57,8 @@ def compare(
     """Compare two methods pair by pair.
 
     Args:
-        users, values: what identifies a pair (row numbers of users, or seeds) and metric values of one method, [n] each.
+        users, values: what identifies a pair (row numbers of users, or seeds) and metric values of
+            one method, [n] each.
         other_users, other_values: those of the other, in any order.
         confidence: of the interval.
 
@@ -65,18 +69,30 @@ def compare(
 
     order, other_order = np.argsort(users), np.argsort(other_users)
     if not np.array_equal(np.asarray(users)[order], np.asarray(other_users)[other_order]):
-        raise CrossfedError("the two results are for different users; compare runs of the same data and protocol")
+        raise CrossfedError(
+            "the two results are for different users; compare runs of the same data and protocol"
+        )
     if len(users) < 2:
         raise CrossfedError(f"a paired test needs at least two pairs, got {len(users)}")
-    difference = np.asarray(values, np.float64)[order] - np.asarray(other_values, np.float64)[other_order]
+    difference = (
+        np.asarray(values, np.float64)[order] - np.asarray(other_values, np.float64)[other_order]
+    )
     mean = float(difference.mean())
     if np.ptp(difference) < 1e-12:  # what rounding leaves of equal differences is no spread
-        # Without spread the t-test has no statistic: no difference at all, or the same one for every user.
+        # Without spread the t-test has no statistic: no difference at all, or the same one for
+        # every user.
         same = abs(mean) < 1e-12
         sign = 0.0 if same else float(np.sign(mean))
         wilcoxon = 1.0 if same else float(stats.wilcoxon(difference).pvalue)
         return Comparison(
-            len(users), mean, mean, mean, float(same), wilcoxon, sign * float("inf") if sign else 0.0, sign
+            len(users),
+            mean,
+            mean,
+            mean,
+            float(same),
+            wilcoxon,
+            sign * float("inf") if sign else 0.0,
+            sign,
         )
     tested = stats.ttest_1samp(difference, 0.0)
     interval = tested.confidence_interval(confidence)
@@ -104,8 +120,9 @@ def _rank_biserial(difference: npt.NDArray[np.float64]) -> float:
 def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
     """p-values adjusted for the number of comparisons by Holm's step-down method (1979).
 
-    With p_(1) ≤ … ≤ p_(m), the adjusted value of p_(i) is max_{j≤i} min(1, (m - j + 1) p_(j)). Comparing the adjusted
-    values with a level keeps the chance of any false finding below that level.
+    With p_(1) ≤ … ≤ p_(m), the adjusted value of p_(i) is max_{j≤i} min(1, (m - j + 1) p_(j)).
+    Comparing the adjusted values with a level keeps the chance of any false finding below that
+    level.
 
     Args:
         p_values: comparison -> p-value.

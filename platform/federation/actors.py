@@ -1,6 +1,7 @@
 """Nodes as Ray actors: one per domain with its CPU and GPU share, one for the server.
 
-Payloads travel from actor to actor by object reference; this process holds the references and never the arrays.
+Payloads travel from actor to actor by object reference; this process holds the references and never
+the arrays.
 """
 
 from __future__ import annotations
@@ -35,18 +36,28 @@ from crossfed.platform.federation.ray_actor import PULSE, NodeActor, Ref
 _KEPT: dict[tuple[Any, ...], dict[str, Any]] = {}
 """Emptied node processes of this trial, by placement."""
 
-LOST = (RayActorError, OutOfMemoryError, ObjectLostError, NodeDiedError, WorkerCrashedError, ActorUnschedulableError)
+LOST = (
+    RayActorError,
+    OutOfMemoryError,
+    ObjectLostError,
+    NodeDiedError,
+    WorkerCrashedError,
+    ActorUnschedulableError,
+)
 """What Ray raises where an actor, its machine, or a message that it owned is gone."""
 
 GRACE = 5.0
-"""Seconds that the other nodes have to finish when one has raised; so that of several errors always the same is told."""
+"""Seconds that the other nodes have to finish when one has raised; so that of several errors always
+the same is told.
+"""
 
 
 class RayNodes:
     """All nodes of a run as actors in one placement group, one bundle each.
 
-    Inside a Tune trial that is the trial's own group. There the processes outlive a run: what they held is dropped, and
-    the trial's next run builds its nodes in them, because starting processes costs more than a short run.
+    Inside a Tune trial that is the trial's own group. There the processes outlive a run: what they
+    held is dropped, and the trial's next run builds its nodes in them, because starting processes
+    costs more than a short run.
     """
 
     def __init__(self) -> None:
@@ -67,7 +78,9 @@ class RayNodes:
         self.shares = connect.fitted(resources, plan.nodes, machines)
         connect.preflight(self.shares, machines, resources.placement)
 
-    def start(self, plan: Plan, artifacts: Artifacts, say: Callable[[str], None] = lambda _: None) -> None:
+    def start(
+        self, plan: Plan, artifacts: Artifacts, say: Callable[[str], None] = lambda _: None
+    ) -> None:
         resources, began = plan.config.resources, time.monotonic()
         until = time.monotonic() + resources.start_timeout
         while True:
@@ -75,7 +88,8 @@ class RayNodes:
                 self._build(plan, say)
                 break
             except NodeLost:
-                # the loss that this start makes good: Ray notices seconds later that a machine is gone, and places actors on it
+                # the loss that this start makes good: Ray notices seconds later that a machine is
+                # gone, and places actors on it
                 if not self.restarting or time.monotonic() > until:
                     raise
                 self.stop()
@@ -83,7 +97,9 @@ class RayNodes:
         self.heartbeat = resources.heartbeat_timeout
         say(f"actors     all up after {span(time.monotonic() - began)}; each loads its data")
         self.deadline(resources.round_timeout, "loading the data")
-        sizes = self.each("prepare", {name: (ray.put(dict(artifacts.get(name, {}))),) for name in self.actors})
+        sizes = self.each(
+            "prepare", {name: (ray.put(dict(artifacts.get(name, {}))),) for name in self.actors}
+        )
         self.each("connect", dict.fromkeys(self.actors, (sizes,)))
         self.restarting = True  # from here on, whoever starts again has lost something
 
@@ -92,10 +108,13 @@ class RayNodes:
         resources = plan.config.resources
         self._room(plan)
         inherited = ray.util.get_current_placement_group() if self.inherited else None
-        self.group = inherited or connect.reserve(self.shares, resources.placement, resources.start_timeout, say)
+        self.group = inherited or connect.reserve(
+            self.shares, resources.placement, resources.start_timeout, say
+        )
         self.actors = _KEPT.pop(self._place(), {})
         actor = ray.remote(concurrency_groups={PULSE: 1})(NodeActor)  # type: ignore[call-overload]
-        first = self.group.bundle_count - len(self.shares)  # a trial's own bundle, where it has one, comes before
+        # a trial's own bundle, where it has one, comes before
+        first = self.group.bundle_count - len(self.shares)
         for index, (name, share) in enumerate(self.shares.items(), first):
             if name not in self.actors:
                 self.actors[name] = actor.options(
@@ -104,10 +123,15 @@ class RayNodes:
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
                         self.group, placement_group_bundle_index=index
                     ),
-                    max_restarts=0,  # a restart would lose the state silently; the run goes back to its last commit
+                    # a restart would lose the state silently; the run goes back to its last commit
+                    max_restarts=0,
                 ).remote()
-        say(f"actors     {len(self.actors)} processes start and import torch: {', '.join(self.actors)}")
-        # no deadline of their own: a busy machine takes its time, and what hangs shows no sign of life
+        say(
+            f"actors     {len(self.actors)} processes start and import torch: "
+            f"{', '.join(self.actors)}"
+        )
+        # no deadline of their own: a busy machine takes its time, and what hangs shows no sign of
+        # life
         self.deadline(resources.round_timeout, "their start")
         pickled = ray.cloudpickle.dumps(plan)
         self._gather(
@@ -119,7 +143,9 @@ class RayNodes:
         self.began, self.allowed, self.what = time.monotonic(), seconds, what
 
     def _room(self, plan: Plan) -> None:
-        """The preflight of every start, since machines come and go; a lost one has `start_timeout` to be replaced."""
+        """The preflight of every start, since machines come and go; a lost one has `start_timeout`
+        to be replaced.
+        """
         before, until = self.shares, time.monotonic() + plan.config.resources.start_timeout
         while True:
             try:
@@ -127,7 +153,9 @@ class RayNodes:
                 if any(share.gpus for share in before.values()) and not any(
                     share.gpus for share in self.shares.values()
                 ):
-                    raise CrossfedError("No machine with a GPU is left, and this run began on GPUs.")
+                    raise CrossfedError(
+                        "No machine with a GPU is left, and this run began on GPUs."
+                    )
                 return
             except CrossfedError:
                 self.shares = before
@@ -154,7 +182,8 @@ class RayNodes:
 
         Raises:
             CrossfedError: what a node raised.
-            NodeLost: an actor, its machine, or a message it owned is gone; its process is silent; or it is late.
+            NodeLost: an actor, its machine, or a message it owned is gone; its process is silent;
+                or it is late.
         """
         waiting = {ref: name for name, ref in refs.items()}
         pulse = pulse or _Pulse(self.actors, self.heartbeat)
@@ -184,10 +213,17 @@ class RayNodes:
         return {name: done[name] for name in refs}
 
     def each(self, call: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-        return self._gather({name: self.actors[name].call.remote(call, *values) for name, values in args.items()})
+        return self._gather(
+            {name: self.actors[name].call.remote(call, *values) for name, values in args.items()}
+        )
 
     def run_phase(
-        self, stage: int, part: str, phase: int, round: int, inboxes: Mapping[str, Mapping[str, Any]]
+        self,
+        stage: int,
+        part: str,
+        phase: int,
+        round: int,
+        inboxes: Mapping[str, Mapping[str, Any]],
     ) -> dict[str, Sent]:
         return self._gather(
             {
@@ -198,17 +234,23 @@ class RayNodes:
 
     def save(self, folder: Path, inboxes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         written: dict[str, dict[str, str]] = self._gather(
-            {name: actor.save.remote(folder, dict(inboxes.get(name, {}))) for name, actor in self.actors.items()}
+            {
+                name: actor.save.remote(folder, dict(inboxes.get(name, {})))
+                for name, actor in self.actors.items()
+            }
         )
         return {name: told for files in written.values() for name, told in files.items()}
 
     def load_state(self, folder: Path) -> dict[str, dict[str, Any]]:
-        return self._gather({name: actor.load_state.remote(folder) for name, actor in self.actors.items()})
+        return self._gather(
+            {name: actor.load_state.remote(folder) for name, actor in self.actors.items()}
+        )
 
     def placement(self) -> dict[str, dict[str, Any]]:
         found = self._gather({name: actor.where.remote() for name, actor in self.actors.items()})
         return {
-            name: {**row, "cpus": self.shares[name].cpus, "gpus": self.shares[name].gpus} for name, row in found.items()
+            name: {**row, "cpus": self.shares[name].cpus, "gpus": self.shares[name].gpus}
+            for name, row in found.items()
         }
 
     def stop(self) -> None:
@@ -241,14 +283,16 @@ class _Late(NodeLost):
     """Nodes did not answer in time.
 
     Args:
-        what: what was asked of them. allowed: seconds from its beginning on. names: who has not answered.
+        what: what was asked of them. allowed: seconds from its beginning on. names: who has not
+            answered.
         seconds: when the others had, by name.
     """
 
     def __init__(self, what: str, allowed: float, names: list[str], seconds: Mapping[str, float]):
         others = ", ".join(f"{name} {took:.1f} s" for name, took in seconds.items()) or "nobody"
         super().__init__(
-            f"{', '.join(names)} had no answer {allowed:g} s after {what} began (resources.round_timeout); in time: {others}"
+            f"{', '.join(names)} had no answer {allowed:g} s after {what} began "
+            f"(resources.round_timeout); in time: {others}"
         )
         self.names = names
 
@@ -257,7 +301,8 @@ class _Pulse:
     """Asks actors for a sign of life.
 
     Args:
-        actors: by name. limit: seconds without one after which an actor counts as lost; 0 asks nobody.
+        actors: by name. limit: seconds without one after which an actor counts as lost; 0 asks
+            nobody.
     """
 
     def __init__(self, actors: Mapping[str, Any], limit: float):
@@ -300,7 +345,8 @@ class _Pulse:
 class _Starting(_Pulse):
     """The same while processes start, which a busy machine lets do so one after the other.
 
-    The clock runs from the last sign of life of any that is not up; those that are up prove nothing.
+    The clock runs from the last sign of life of any that is not up; those that are up prove
+    nothing.
     """
 
     def __init__(self, actors: Mapping[str, Any], limit: float):
@@ -311,22 +357,27 @@ class _Starting(_Pulse):
         self.latest = max([self.latest, *(self.seen[name] for name in waiting)])
         if now - self.latest > self.limit:
             raise CrossfedError(
-                f"{', '.join(waiting)} did not start: no sign of life for {now - self.latest:.0f} s "
-                f"(resources.start_timeout={self.limit:g}). Where the machine is busy, wait for what else runs on it, take "
-                f"fewer trials at once (--concurrent), or allow more: --set resources.start_timeout={2 * self.limit:g}."
+                f"{', '.join(waiting)} did not start: no sign of life for "
+                f"{now - self.latest:.0f} s "
+                f"(resources.start_timeout={self.limit:g}). Where the machine is busy, wait "
+                f"for what else runs on it, take "
+                f"fewer trials at once (--concurrent), or allow more: --set "
+                f"resources.start_timeout={2 * self.limit:g}."
             )
 
 
 def _told(name: str, error: Exception) -> Exception:
     """What a node's error means for the run."""
-    if isinstance(error, RayTaskError):  # first, because Ray makes it an instance of its cause's class, too
+    # first, because Ray makes it an instance of its cause's class, too
+    if isinstance(error, RayTaskError):
         if isinstance(error.cause, CrossfedError):
             return error.cause
         if isinstance(error.cause, LOST):
             return NodeLost(f"a message to {name} was lost: {_reason(error.cause)}")
         if isinstance(error.cause, ObjectStoreFullError | OutOfDiskError):
             return CrossfedError(
-                f"{name} could not keep its messages: {_reason(error.cause)}; give Ray a larger object store, or free the disk "
+                f"{name} could not keep its messages: {_reason(error.cause)}; give Ray a "
+                f"larger object store, or free the disk "
                 "of its machine. The last committed round stays."
             )
     elif isinstance(error, LOST):

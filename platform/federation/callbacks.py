@@ -1,4 +1,6 @@
-"""What watches a run from outside: a tracker, a tuner, whatever wants to know of its start, rounds and end."""
+"""What watches a run from outside: a tracker, a tuner, whatever wants to know of its start, rounds
+and end.
+"""
 
 from __future__ import annotations
 

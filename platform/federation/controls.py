@@ -1,17 +1,20 @@
-"""Transfer controls: what a node receives is replaced by something of the same form that means nothing.
+"""Transfer controls: what a node receives is replaced by something of the same form that means
+nothing.
 
-A gain that survives such a control does not come from what crossed. The replacement happens at delivery, in the
-receiver's own process and just before its step; the method does not know of it. The ledger, the bytes, the checks
-and the privacy account stay those of the honest messages, which leave as always.
+A gain that survives such a control does not come from what crossed. The replacement happens at
+delivery, in the receiver's own process and just before its step; the method does not know of it.
+The ledger, the bytes, the checks and the privacy account stay those of the honest messages, which
+leave as always.
 
     noise, shuffle, stale        all that a node receives is replaced, a domain's own share in an answer with it
     peers-noise, -shuffle, -stale  only what *other* domains contributed is: before the server works on it, and in
                                  messages between domains
     solo                         nothing of other domains is there: every domain is a federation of one
 
-What belongs to whom is known without the method's help where the server has one domain to answer: under `solo` and
-`peers-…` the server node holds a server of its own for every domain (`separate`). Each is handed that domain's own
-upload as it was sent and the others' replaced (or none), and only its answer to that domain leaves.
+What belongs to whom is known without the method's help where the server has one domain to answer:
+under `solo` and `peers-…` the server node holds a server of its own for every domain (`separate`).
+Each is handed that domain's own upload as it was sent and the others' replaced (or none), and only
+its answer to that domain leaves.
 """
 
 from __future__ import annotations
@@ -52,12 +55,15 @@ def check_control(method: Method, control: Control) -> None:
     """Raises CrossfedError where a control is asked for that could not change anything."""
     if control != "none" and method.scope == Scope.LOCAL:
         raise CrossfedError(
-            f"{method.name} receives nothing, so control={control} has nothing to replace; leave it out."
+            f"{method.name} receives nothing, so control={control} has nothing to replace; "
+            f"leave it out."
         )
 
 
 def blame(error: BaseException, control: Control) -> None:
-    """Let the sentence of a failed run say that it ran under a control, since a method may diverge on what means nothing."""
+    """Let the sentence of a failed run say that it ran under a control, since a method may diverge
+    on what means nothing.
+    """
     if control != "none" and isinstance(error, CrossfedError):
         how = "leaves every domain alone" if control == SOLO else "replaces what is received"
         error.args = (f"Under control={control}, which {how}: {error}",)
@@ -66,10 +72,11 @@ def blame(error: BaseException, control: Control) -> None:
 def noise(value: Array, rng: np.random.Generator) -> Array:
     """An array of the same shape and dtype that tells nothing but the array's mean and variance.
 
-    Floating-point entries become independent Gaussian draws with the mean and the variance of all the array's entries.
-    Entries of any other dtype become draws with replacement from the array's own entries, so that declared bounds hold.
-    An array of one entry stays as it is: its variance is nought, and the draw would be the entry itself. A method that
-    sends single numbers (FedAvg's counts) keeps them under this control.
+    Floating-point entries become independent Gaussian draws with the mean and the variance of all
+    the array's entries. Entries of any other dtype become draws with replacement from the array's
+    own entries, so that declared bounds hold. An array of one entry stays as it is: its variance is
+    nought, and the draw would be the entry itself. A method that sends single numbers (FedAvg's
+    counts) keeps them under this control.
     """
     if value.size < 2:
         return value
@@ -82,8 +89,8 @@ def noise(value: Array, rng: np.random.Generator) -> Array:
 def shuffle(value: Array, rng: np.random.Generator) -> Array:
     """The array with its rows (first axis) in one random order.
 
-    What does not depend on the order of rows survives: the clusters of a set of item vectors, a mean over rows. A scalar
-    and an array of one row stay as they are.
+    What does not depend on the order of rows survives: the clusters of a set of item vectors, a
+    mean over rows. A scalar and an array of one row stay as they are.
     """
     return rng.permutation(value, axis=0) if value.ndim else value
 
@@ -91,16 +98,16 @@ def shuffle(value: Array, rng: np.random.Generator) -> Array:
 class Delivery:
     """Replaces what one node receives.
 
-    Every random draw depends on (seed, stage, round, node, part, phase, sender, key) alone, so a control gives the same
-    numbers in process, on Ray and in a resumed run.
+    Every random draw depends on (seed, stage, round, node, part, phase, sender, key) alone, so a
+    control gives the same numbers in process, on Ray and in a resumed run.
 
     Args:
-        control: "none" delivers as sent.
-            "noise" and "shuffle" are the functions above, drawn anew each round and for each array by itself.
-            "stale" delivers what the same sender sent in the same stage, part, phase and key the first time; where the
-            shape has changed since, the first of that shape.
-            "peers-…" do the same with messages of domains other than `owner`, and deliver the rest as sent.
-            "solo" leaves out messages of domains other than `owner`.
+        control: "none" delivers as sent. "noise" and "shuffle" are the functions above, drawn anew
+            each round and for each array by itself. "stale" delivers what the same sender sent in
+            the same stage, part, phase and key the first time; where the shape has changed since,
+            the first of that shape. "peers-…" do the same with messages of domains other than
+            `owner`, and deliver the rest as sent. "solo" leaves out messages of domains other than
+            `owner`.
         seed: the run's. node: the receiver.
 
     Attributes:
@@ -135,7 +142,10 @@ class Delivery:
         return {
             sender: sent
             if sender in kept
-            else {key: self._replaced((stage, round, part, phase, sender, key), value) for key, value in sent.items()}
+            else {
+                key: self._replaced((stage, round, part, phase, sender, key), value)
+                for key, value in sent.items()
+            }
             for sender, sent in inbox.items()
         }
 

@@ -12,8 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 
-def write_index(folder: Path, domain: str, user_ids: Iterable[str], item_ids: Sequence[str]) -> None:
-    """Write `<domain>.users.parquet` (digests of user ids, and their key) and `<domain>.items.parquet` (item ids).
+def write_index(
+    folder: Path, domain: str, user_ids: Iterable[str], item_ids: Sequence[str]
+) -> None:
+    """Write `<domain>.users.parquet` (digests of user ids, and their key) and
+    `<domain>.items.parquet` (item ids).
 
     Args:
         user_ids, item_ids: the source's ids, in row order.
@@ -28,10 +31,19 @@ def write_index(folder: Path, domain: str, user_ids: Iterable[str], item_ids: Se
 
 
 def user_digest(key: bytes, user: str) -> int:
-    """A keyed 64-bit digest of a user's id: enough to recognise an id that somebody brings, no way back to it."""
-    return int.from_bytes(hashlib.blake2b(user.encode(), digest_size=8, key=key).digest(), "little", signed=True)
+    """A keyed 64-bit digest of a user's id: enough to recognise an id that somebody brings, no way
+    back to it.
+    """
+    return int.from_bytes(
+        hashlib.blake2b(user.encode(), digest_size=8, key=key).digest(), "little", signed=True
+    )
 
 
 def files(folder: Path, domain: str) -> tuple[Path, ...]:
-    """What a domain's model consists of, beside the run's `config.yaml`: tensors, user index, item ids."""
-    return tuple(folder / f"{domain}.{ending}" for ending in ("safetensors", "users.parquet", "items.parquet"))
+    """What a domain's model consists of, beside the run's `config.yaml`: tensors, user index, item
+    ids.
+    """
+    return tuple(
+        folder / f"{domain}.{ending}"
+        for ending in ("safetensors", "users.parquet", "items.parquet")
+    )

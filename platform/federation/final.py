@@ -1,4 +1,6 @@
-"""The one place where the test split is read: after training, once, for the selected state. Tuning may not import this."""
+"""The one place where the test split is read: after training, once, for the selected state. Tuning
+may not import this.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from crossfed.platform.method import Interactions
 
 
 def _measure(node: Node) -> Measured:
-    """Test metrics of one domain, and what ranking by popularity reaches in it: training and validation items are masked.
+    """Test metrics of one domain, and what ranking by popularity reaches in it: training and
+    validation items are masked.
 
     Per-user values stay as rows without ids.
     """

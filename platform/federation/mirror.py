@@ -1,6 +1,8 @@
-"""A run's directory at a URI: every commit and the results are copied there, and another machine goes on from them.
+"""A run's directory at a URI: every commit and the results are copied there, and another machine
+goes on from them.
 
-A run works in a local (or shared) folder. With `--out s3://bucket/prefix` that folder is below `runs`, and this module copies
+A run works in a local (or shared) folder. With `--out s3://bucket/prefix` that folder is below
+`runs`, and this module copies
 
     URI/RUN/config.yaml, data.json              when the run starts
     URI/RUN/owner.json                          which process writes here
@@ -9,9 +11,10 @@ A run works in a local (or shared) folder. With `--out s3://bucket/prefix` that 
     URI/RUN/checkpoints/commit-000012/…         its files, and `manifest.json` last: without it there is no commit
     URI/RUN/…                                   all the rest when the run is done, `result.json` last
 
-URIs are those of `pyarrow.fs` (`s3://`, `gs://`, `abfs://`, `hdfs://`, `file://`). Credentials come from the environment or the
-provider's own files (AWS_ACCESS_KEY_ID …, `~/.aws`, an instance's role), never from the URI; an S3-compatible server is named
-by AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, or by `?endpoint_override=host:port&scheme=http`.
+URIs are those of `pyarrow.fs` (`s3://`, `gs://`, `abfs://`, `hdfs://`, `file://`). Credentials come
+from the environment or the provider's own files (AWS_ACCESS_KEY_ID …, `~/.aws`, an instance's
+role), never from the URI; an S3-compatible server is named by AWS_ENDPOINT_URL_S3 or
+AWS_ENDPOINT_URL, or by `?endpoint_override=host:port&scheme=http`.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ def _reaching(uri: str) -> Iterator[None]:
 
 
 def _open(uri: str) -> tuple[fs.FileSystem, str]:
-    """The file system of a URI, and the path in it. A server that does not answer is given up within a minute."""
+    """The file system of a URI, and the path in it. A server that does not answer is given up
+    within a minute.
+    """
     told = urlsplit(uri)
     with _reaching(uri):
         if told.scheme != "s3":
@@ -58,7 +63,10 @@ def _open(uri: str) -> tuple[fs.FileSystem, str]:
         options: dict[str, Any] = dict(parse_qsl(told.query))
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         if endpoint and "endpoint_override" not in options:
-            options |= {"scheme": urlsplit(endpoint).scheme, "endpoint_override": urlsplit(endpoint).netloc}
+            options |= {
+                "scheme": urlsplit(endpoint).scheme,
+                "endpoint_override": urlsplit(endpoint).netloc,
+            }
         store = fs.S3FileSystem(
             **options,
             connect_timeout=10,
@@ -76,7 +84,8 @@ class Mirror:
         uri: of the run: its name is the last part.
         run_dir: the run's directory here.
         logs: its files that grow, by name.
-        warn: told, in a sentence, when commits cannot be copied any more; the next that can is whole by itself.
+        warn: told, in a sentence, when commits cannot be copied any more; the next that can is
+            whole by itself.
 
     Raises:
         CrossfedError: the store cannot be written.
@@ -110,7 +119,8 @@ class Mirror:
         """Copy a commit, then let it count, then remove older ones than are kept here.
 
         Raises:
-            CrossfedError: another process writes this run now. A store that does not answer is a warning.
+            CrossfedError: another process writes this run now. A store that does not answer is a
+                warning.
         """
         self._mine()
         try:
@@ -136,7 +146,9 @@ class Mirror:
                 self._remove(f"{CHECKPOINTS}/{info.base_name}")
 
     def _remove(self, place: str) -> None:
-        """Take a commit away, its manifest first, so that half a commit never looks like a whole one."""
+        """Take a commit away, its manifest first, so that half a commit never looks like a whole
+        one.
+        """
         with contextlib.suppress(FileNotFoundError):
             self.store.delete_file(f"{self.base}/{place}/{MANIFEST}")
         with contextlib.suppress(FileNotFoundError):
@@ -154,12 +166,18 @@ class Mirror:
             with _reaching(self.uri):
                 if newest is not None:
                     self._commit(newest.parent)
-                names = [path.relative_to(self.run_dir).as_posix() for path in sorted(self.run_dir.rglob("*"))]
-                shown = [name for name in names if name not in (RESULT, RUN_ID) and not _inner(name)]
+                names = [
+                    path.relative_to(self.run_dir).as_posix()
+                    for path in sorted(self.run_dir.rglob("*"))
+                ]
+                shown = [
+                    name for name in names if name not in (RESULT, RUN_ID) and not _inner(name)
+                ]
                 self._files(*shown, RESULT)
         except CrossfedError as error:
             raise CrossfedError(
-                f"{self.run_dir} is finished here, but {error} `crossfed run --resume {self.run_dir}` copies it."
+                f"{self.run_dir} is finished here, but {error} `crossfed run --resume "
+                f"{self.run_dir}` copies it."
             ) from error
 
     def _files(self, *names: str) -> None:
@@ -181,10 +199,14 @@ class Mirror:
         return self.store.open_output_stream(path)
 
     def _list(self, place: str) -> list[fs.FileInfo]:
-        return self.store.get_file_info(fs.FileSelector(f"{self.base}/{place}", allow_not_found=True))
+        return self.store.get_file_info(
+            fs.FileSelector(f"{self.base}/{place}", allow_not_found=True)
+        )
 
     def _mine(self) -> None:
-        """Raise CrossfedError where another process has taken the run over. A store that does not answer says nothing."""
+        """Raise CrossfedError where another process has taken the run over. A store that does not
+        answer says nothing.
+        """
         try:
             with self.store.open_input_stream(f"{self.base}/{OWNER}") as file:
                 told = json.loads(file.read())
@@ -192,13 +214,18 @@ class Mirror:
             return
         if told.get("token") != self.token:
             raise CrossfedError(
-                f"Another process ({told.get('pid')} on {told.get('host')}) goes on with this run at {self.uri}; this one ends."
+                f"Another process ({told.get('pid')} on {told.get('host')}) goes on with this "
+                f"run at {self.uri}; this one ends."
             )
 
 
 def _inner(name: str) -> bool:
-    """Whether a file of a run's directory is not part of what is kept: commits are copied for themselves."""
-    return name.startswith(f"{CHECKPOINTS}/") or any(part.startswith(".") for part in name.split("/"))
+    """Whether a file of a run's directory is not part of what is kept: commits are copied for
+    themselves.
+    """
+    return name.startswith(f"{CHECKPOINTS}/") or any(
+        part.startswith(".") for part in name.split("/")
+    )
 
 
 def fetch(uri: str, out: Path, nodes: Callable[[Path], Sequence[str]]) -> Path:
@@ -217,26 +244,42 @@ def fetch(uri: str, out: Path, nodes: Callable[[Path], Sequence[str]]) -> Path:
     run_dir = out / posixpath.basename(base)
     if run_dir.exists():
         raise CrossfedError(
-            f"{run_dir} is here already: `--resume {run_dir}` goes on with it, another --out fetches anew."
+            f"{run_dir} is here already: `--resume {run_dir}` goes on with it, another --out "
+            f"fetches anew."
         )
     with _reaching(uri):
         found = store.get_file_info(fs.FileSelector(base, recursive=True, allow_not_found=True))
-    names = {info.path[len(base) + 1 :]: info.path for info in found if info.type == fs.FileType.File}
+    names = {
+        info.path[len(base) + 1 :]: info.path for info in found if info.type == fs.FileType.File
+    }
     if "config.yaml" not in names:
         raise CrossfedError(f"There is no run at {uri}: it holds no config.yaml.")
     if strange := [name for name in names if not _plain(name)]:
-        raise CrossfedError(f"{uri} holds {strange[0]!r}, which leads out of a run's directory; it was not fetched.")
+        raise CrossfedError(
+            f"{uri} holds {strange[0]!r}, which leads out of a run's directory; it was not fetched."
+        )
     partial = out / f".{run_dir.name}.{secrets.token_hex(4)}"
     commits = sorted(
-        {name.split("/")[1] for name in names if name.startswith(f"{CHECKPOINTS}/") and name.endswith(MANIFEST)}
+        {
+            name.split("/")[1]
+            for name in names
+            if name.startswith(f"{CHECKPOINTS}/") and name.endswith(MANIFEST)
+        }
     )
     wanted = [name for name in names if not name.startswith(f"{CHECKPOINTS}/") and name != OWNER]
-    wanted += [name for name in names if name.split("/")[0] == CHECKPOINTS and name.split("/")[1] in commits]
+    wanted += [
+        name
+        for name in names
+        if name.split("/")[0] == CHECKPOINTS and name.split("/")[1] in commits
+    ]
     try:
         with _reaching(uri):
             for name in wanted:
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                with store.open_input_stream(names[name]) as source, (partial / name).open("wb") as target:
+                with (
+                    store.open_input_stream(names[name]) as source,
+                    (partial / name).open("wb") as target,
+                ):
                     shutil.copyfileobj(source, target, 1 << 22)
         Checkpoints(partial, nodes(partial)).latest()
         partial.rename(run_dir)

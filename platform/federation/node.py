@@ -1,7 +1,7 @@
 """Where steps run: one `Node` holds one domain (or the server), its data, its state and its checks.
 
-`InProcess` runs all nodes one after the other in this process. `ray_nodes.RayNodes` wraps the same `Node` in Ray actors.
-Both give a method the same view, so that both give the same numbers.
+`InProcess` runs all nodes one after the other in this process. `ray_nodes.RayNodes` wraps the same
+`Node` in Ray actors. Both give a method the same view, so that both give the same numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ from crossfed.platform.data import splits
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation import candidates
-from crossfed.platform.evaluation.attack import popularity_baseline, random_baseline, similarity_attack
+from crossfed.platform.evaluation.attack import (
+    popularity_baseline,
+    random_baseline,
+    similarity_attack,
+)
 from crossfed.platform.evaluation.metrics import WHOLE
 from crossfed.platform.evaluation.protocols import get_protocol
 from crossfed.platform.evaluation.ranking import Ranking, Score, rank
@@ -55,7 +59,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Artifacts = Mapping[str, Mapping[str, Array]]
-"""Shared arrays by domain and name, made once of public data: domain -> "text" -> float32 [n_items, width]."""
+"""Shared arrays by domain and name, made once of public data: domain -> "text" -> float32 [n_items,
+width].
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a phase left behind at one node: handles of its messages by receiver, ledger rows, metrics."""
+    """What a phase left behind at one node: handles of its messages by receiver, ledger rows,
+    metrics.
+    """
 
     send: Mapping[str, Any]
     rows: list[Entry]
@@ -104,7 +112,10 @@ class Node:
     def __init__(self, plan: Plan, name: str, device: torch.device):
         self.plan, self.name, self.device = plan, name, device
         self.method, self.config = plan.config.resolved, plan.config.method_config()
-        self.stages, self.releases = self.method.stages(self.config), self.method.releases(self.config)
+        self.stages, self.releases = (
+            self.method.stages(self.config),
+            self.method.releases(self.config),
+        )
         self.data: Interactions | None = None  # what it trains on
         self.seen: Interactions | None = None  # its whole training split
         self.artifacts: dict[str, Array] = {}
@@ -122,31 +133,44 @@ class Node:
         torch.set_num_threads(plan.config.resources.threads)
         if device.type == "cuda" and torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats(device)
-        with contextlib.suppress(OSError):  # a process may live longer than a run; not every container lets it forget
+        # a process may live longer than a run; not every container lets it forget
+        with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
 
     def memory(self) -> dict[str, int | None]:
-        """The most memory held since this node was made, in bytes: resident of its process, and torch's on its GPU or None."""
+        """The most memory held since this node was made, in bytes: resident of its process, and
+        torch's on its GPU or None.
+        """
         # getrusage would count the parent's memory before the exec
-        told = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        told = re.search(
+            r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE
+        )
         kilobytes = int(told[1]) if told else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         gpu = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
         return {"process": 1024 * kilobytes, "gpu": gpu}
 
-    # -- building ------------------------------------------------------------------------------------------------
+    # -- building ----------------------------------------------------------------------------------
 
     def prepare(self, artifacts: Mapping[str, Array]) -> int:
         """Load this domain's own data and split it; returns its item count (0 at the server).
 
         Args:
-            artifacts: what was made of this domain's public side beforehand, e.g. "text": float32 [n_items, width].
+            artifacts: what was made of this domain's public side beforehand, e.g. "text": float32
+                [n_items, width].
         """
         if self.name == SERVER:
             return 0
         probe = self.plan.run_dir / "config.yaml"
         if not probe.is_file():
-            raise CrossfedError(f"{self.name} does not see {probe}: --out must lie on storage that all machines share.")
-        self.seen, self.validation, self.artifacts = self.load("train"), self._truth("validation"), dict(artifacts)
+            raise CrossfedError(
+                f"{self.name} does not see {probe}: --out must lie on storage "
+                f"that all machines share."
+            )
+        self.seen, self.validation, self.artifacts = (
+            self.load("train"),
+            self._truth("validation"),
+            dict(artifacts),
+        )
         self.data = self._share(self.seen)
         return self.data.n_items
 
@@ -159,18 +183,26 @@ class Node:
         if self._parts is None:
             rule = get_protocol(evaluation.protocol).split
             ordered = self.method.name if self.method.ordered else None
-            splits.refuse_without_order(store.times(self.name), self.name, rule, ordered, evaluation.order)
+            splits.refuse_without_order(
+                store.times(self.name), self.name, rule, ordered, evaluation.order
+            )
             self._parts = splits.assign(users, items, times, n_users, rule, evaluation.split_seed)
         chosen = self._parts == ("train", "validation", "test").index(part)
         return Interactions.build(n_users, n_items, users[chosen], items[chosen], times[chosen])
 
     def _share(self, train: Interactions) -> Interactions:
-        """The share of its training interactions that a domain trains on, the same for every method and seed."""
+        """The share of its training interactions that a domain trains on, the same for every method
+        and seed.
+        """
         evaluation = self.plan.config.evaluation
         if evaluation.train_share == 1:
             return train
-        kept = splits.share_of(train.users, train.items, evaluation.train_share, evaluation.split_seed)
-        return Interactions.build(train.n_users, train.n_items, train.users[kept], train.items[kept], train.times[kept])
+        kept = splits.share_of(
+            train.users, train.items, evaluation.train_share, evaluation.split_seed
+        )
+        return Interactions.build(
+            train.n_users, train.n_items, train.users[kept], train.items[kept], train.times[kept]
+        )
 
     def _truth(self, part: str) -> tuple[Array, Array]:
         held = self.load(part)
@@ -190,12 +222,15 @@ class Node:
         with self._own("its start", init), _memory(self.name):
             if self.separate:
                 self.state = {
-                    name: init(self.config, self._context("init", 0, owner=name)) for name in self.plan.domains
+                    name: init(self.config, self._context("init", 0, owner=name))
+                    for name in self.plan.domains
                 }
             else:
                 self.state = init(self.config, self._context("init", 0))
 
-    def _context(self, stage: str, round: int, *where: str | int, owner: str | None = None) -> Context:
+    def _context(
+        self, stage: str, round: int, *where: str | int, owner: str | None = None
+    ) -> Context:
         """The context of one place in the run. Torch's global generator (dropout) is put there too.
 
         Args:
@@ -206,13 +241,24 @@ class Node:
             peers = (owner,)
         place = (stage, round, self.name, *where)
         rng, torch_rng = generators(self.plan.config.seed, *place)
-        torch.manual_seed(int(generators(self.plan.config.seed, *place, "global")[0].integers(2**63)))
+        torch.manual_seed(
+            int(generators(self.plan.config.seed, *place, "global")[0].integers(2**63))
+        )
         noise_rng = noise_generator(self.plan.config.privacy.noise_seed, *place)
         return Context(
-            self.name, stage, round, peers, rng, torch_rng, self.device, self.data, self.artifacts, noise_rng
+            self.name,
+            stage,
+            round,
+            peers,
+            rng,
+            torch_rng,
+            self.device,
+            self.data,
+            self.artifacts,
+            noise_rng,
         )
 
-    # -- running -------------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def run_phase(
         self, stage: int, part: str, phase: int, round: int, inbox: Mapping[str, Payload]
@@ -232,10 +278,16 @@ class Node:
             out = self._answers(step, place, inbox)
         else:
             out = self._step(step, place, self.state, self.delivery(*place, inbox))
-        rows = tell_apart(self.releases, where.name, part, out.send, self.gate.check(where, round, out.send))
+        rows = tell_apart(
+            self.releases, where.name, part, out.send, self.gate.check(where, round, out.send)
+        )
         if self.plan.config.evaluation.audit and self.data is not None:
             for payload in out.send.values():
-                self.uploaded |= {key: np.array(v) for key, v in payload.items() if v.shape[:1] == (self.data.n_items,)}
+                self.uploaded |= {
+                    key: np.array(v)
+                    for key, v in payload.items()
+                    if v.shape[:1] == (self.data.n_items,)
+                }
         return dict(out.send), rows, check_metrics(self.name, out.metrics)
 
     def _step(
@@ -253,12 +305,17 @@ class Node:
             out = step(state, inbox, self._context(*place, owner=owner))
         if not isinstance(out, Out):
             raise CrossfedError(
-                f"{self.name}, {where}: step {_called(step)} returned a {type(out).__name__}, not an Out{_lies(step)}."
+                f"{self.name}, {where}: step {_called(step)} returned a {type(out).__name__}, "
+                f"not an Out{_lies(step)}."
             )
         return out
 
-    def _answers(self, step: Step, place: tuple[str, int, str, int], inbox: Mapping[str, Payload]) -> Out:
-        """The step of every domain's own server: to each domain what its server answers it, and means of metrics."""
+    def _answers(
+        self, step: Step, place: tuple[str, int, str, int], inbox: Mapping[str, Payload]
+    ) -> Out:
+        """The step of every domain's own server: to each domain what its server answers it, and
+        means of metrics.
+        """
         send: dict[str, Payload] = {}
         metrics: dict[str, list[float]] = {}
         for name, state in self.state.items():
@@ -272,26 +329,35 @@ class Node:
         return Out(send, {key: sum(values) / len(values) for key, values in metrics.items()})
 
     def evaluate(self) -> Measured:
-        """Metrics on the validation split: training items masked, everything else a candidate (or the drawn ones)."""
+        """Metrics on the validation split: training items masked, everything else a candidate (or
+        the drawn ones).
+        """
         if self.data is None or self.seen is None or self.validation is None:
             raise RuntimeError("the server has nothing to evaluate")
         return self.measure("validation", self.seen, self.data, self.validation)[0]
 
     def audit(self) -> dict[str, float]:
-        """What the vectors last sent give away: F1 of the similarity-based inference attack on this domain's users.
+        """What the vectors last sent give away: F1 of the similarity-based inference attack on this
+        domain's users.
 
-        `<key>/f1_at_<k>` for every sent array with one row per item, `<key>_random/f1_at_<k>` for random vectors of its
-        width, `<key>_popularity/f1_at_<k>` for guessing by popularity; empty where nothing of the kind was sent. FedCRF,
-        Table 6.
+        `<key>/f1_at_<k>` for every sent array with one row per item, `<key>_random/f1_at_<k>` for
+        random vectors of its width, `<key>_popularity/f1_at_<k>` for guessing by popularity; empty
+        where nothing of the kind was sent. FedCRF, Table 6.
         """
         assert self.data is not None
         found: dict[str, float] = {}
         for key, vectors in self.uploaded.items():
             if vectors.ndim == 2:
-                found |= {f"{key}/f1_at_{k}": f1 for k, f1 in similarity_attack(vectors, self.data).items()}
+                found |= {
+                    f"{key}/f1_at_{k}": f1
+                    for k, f1 in similarity_attack(vectors, self.data).items()
+                }
                 random = random_baseline(self.data, vectors.shape[1])
                 found |= {f"{key}_random/f1_at_{k}": f1 for k, f1 in random.items()}
-                found |= {f"{key}_popularity/f1_at_{k}": f1 for k, f1 in popularity_baseline(self.data).items()}
+                found |= {
+                    f"{key}_popularity/f1_at_{k}": f1
+                    for k, f1 in popularity_baseline(self.data).items()
+                }
         return found
 
     def measure(
@@ -302,7 +368,8 @@ class Node:
         truth: tuple[Array, Array],
         score: Score | None = None,
     ) -> tuple[Measured, Ranking]:
-        """Rank `truth` (indptr, items) for every user who has some; `seen` is masked, the method may look at `known`.
+        """Rank `truth` (indptr, items) for every user who has some; `seen` is masked, the method
+        may look at `known`.
 
         Args:
             score: ranks in place of the method.
@@ -313,7 +380,8 @@ class Node:
         users = np.flatnonzero(np.diff(indptr))
         if not len(users):
             raise CrossfedError(
-                f"Domain {self.name} has no user with a {part} interaction under {evaluation.protocol}."
+                f"Domain {self.name} has no user with a {part} interaction under "
+                f"{evaluation.protocol}."
             )
         protocol = get_protocol(evaluation.protocol)
         whole = part == "test" and WHOLE in evaluation.metrics
@@ -322,7 +390,11 @@ class Node:
             with self._own(f"before ranking {part}", self.method.observe):
                 self.method.observe(self.state, known)
         try:
-            drawn = None if protocol.negatives is None else self._candidates(part, users, protocol.negatives)
+            drawn = (
+                None
+                if protocol.negatives is None
+                else self._candidates(part, users, protocol.negatives)
+            )
             ranking = rank(
                 score or (lambda batch: self._score(part, batch)),
                 users, seen.indptr, seen.items, indptr, items, data.n_items, evaluation.ks, candidates=drawn,
@@ -330,25 +402,33 @@ class Node:
             )  # fmt: skip
         except CrossfedError as error:
             raise CrossfedError(f"Domain {self.name}, {part}: {error}.") from error
-        wanted = [evaluation.select, *(f"{name}_at_{k}" for name in evaluation.metrics for k in evaluation.ks)]
+        wanted = [
+            evaluation.select,
+            *(f"{name}_at_{k}" for name in evaluation.metrics for k in evaluation.ks),
+        ]
         wanted += [WHOLE] if whole else []
         metrics = {name: float(ranking.macro[name]) for name in dict.fromkeys(wanted)}
         return Measured(metrics, ranking.candidates, len(users)), ranking
 
     def _score(self, part: str, users: Array) -> torch.Tensor:
-        """The method's scores of users (row numbers), [b, n_items]; that they are a tensor is checked."""
+        """The method's scores of users (row numbers), [b, n_items]; that they are a tensor is
+        checked.
+        """
         score = self.method.score
         with self._own(f"ranking {part}", score), _memory(self.name):
             scores = score(self.state, users)
         if not isinstance(scores, torch.Tensor):
             raise CrossfedError(
-                f"{_called(score)} returned a {type(scores).__name__}, not a tensor [users, items]{_lies(score)}"
+                f"{_called(score)} returned a {type(scores).__name__}, not a tensor [users, "
+                f"items]{_lies(score)}"
             )
         return scores
 
     @contextlib.contextmanager
     def _own(self, where: str, function: Callable[..., Any]) -> Iterator[None]:
-        """Tell in one sentence what the method's own code raised, and where; the traceback is kept in a file."""
+        """Tell in one sentence what the method's own code raised, and where; the traceback is kept
+        in a file.
+        """
         try:
             yield
         except CrossfedError:
@@ -365,7 +445,9 @@ class Node:
             ) from error
 
     def _candidates(self, part: str, users: Array, count: int) -> candidates.Candidates:
-        """The sampled items of a part, drawn from what the user has in no part; kept for the next evaluation."""
+        """The sampled items of a part, drawn from what the user has in no part; kept for the next
+        evaluation.
+        """
         if part not in self._drawn:
             store = PreparedData.open(self.plan.data)
             all_users, all_items, _ = store.interactions(self.name)
@@ -379,26 +461,32 @@ class Node:
         return self._drawn[part]
 
     def export(self) -> None:
-        """Write what is enough to recommend with to `model/` of the run: tensors, item ids, digests of user ids.
+        """Write what is enough to recommend with to `model/` of the run: tensors, item ids, digests
+        of user ids.
 
         No interactions, and no user id.
         """
         with self._own("the export of the model", self.method.export):
             tensors = {
-                key: value.detach().cpu().contiguous().clone() for key, value in self.method.export(self.state).items()
+                key: value.detach().cpu().contiguous().clone()
+                for key, value in self.method.export(self.state).items()
             }
         path = self.plan.run_dir / "model" / f"{self.name}.safetensors"
         with checkpoint.writing(path):
             path.parent.mkdir(exist_ok=True)
             save_file(tensors, path)
             store = PreparedData.open(self.plan.data)
-            export.write_index(path.parent, self.name, store.user_ids(self.name), store.item_ids(self.name))
+            export.write_index(
+                path.parent, self.name, store.user_ids(self.name), store.item_ids(self.name)
+            )
 
-    def apply(self, function: Callable[Concatenate[Node, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def apply(
+        self, function: Callable[Concatenate[Node, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
         """Run `function(self, …)` where this node's data is; what it returns leaves the node."""
         return function(self, *args, **kwargs)
 
-    # -- keeping -------------------------------------------------------------------------------------------------
+    # -- keeping -----------------------------------------------------------------------------------
 
     def _state_dict(self) -> Any:
         """What training continues from; by domain where every domain has a server of its own."""
@@ -415,7 +503,9 @@ class Node:
             self.method.load_state_dict(self.state[name], part)
 
     def keep(self, owner: str | None = None) -> None:
-        """Remember the present state as the best of the stage; with `owner` that domain's own server's only."""
+        """Remember the present state as the best of the stage; with `owner` that domain's own
+        server's only.
+        """
         if owner is None:
             self.best = _detached(self._state_dict())
         else:
@@ -430,7 +520,9 @@ class Node:
         self.best = self._best_file = None
 
     def save(self, folder: Path, inbox: Mapping[str, Payload]) -> dict[str, str]:
-        """Write state, best state and unread messages into a checkpoint folder; returns the SHA-256 of every file."""
+        """Write state, best state and unread messages into a checkpoint folder; returns the SHA-256
+        of every file.
+        """
         files = checkpoint.save(folder / self.name, self._state_dict())
         files |= checkpoint.save(folder / f"{self.name}.inbox", dict(inbox))
         if self.uploaded:
@@ -446,20 +538,23 @@ class Node:
         else:
             self._best_digests = checkpoint.save(target, self.best)
         self._best_file = checkpoint.final_folder(folder) / target.name
-        return files | self._best_digests  # of the bytes as first written: a file that has rotted since is found out
+        # of the bytes as first written: a file that has rotted since is found out
+        return files | self._best_digests
 
     def load_state(self, folder: Path) -> dict[str, Payload]:
         """Continue from a checkpoint folder; returns the unread messages.
 
         Raises:
-            CrossfedError: what it holds is damaged, or is not the state of this method and configuration.
+            CrossfedError: what it holds is damaged, or is not the state of this method and
+                configuration.
         """
         try:
             return self._load_state(folder)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())[:300]
             raise CrossfedError(
-                f"{folder / self.name} does not hold a state of {self.name} ({type(error).__name__}: {reason}); it was written "
+                f"{folder / self.name} does not hold a state of {self.name} "
+                f"({type(error).__name__}: {reason}); it was written "
                 "by another version or is damaged."
             ) from error
 
@@ -470,12 +565,17 @@ class Node:
         if Path(f"{best}.json").is_file():
             self.best, self._best_file = checkpoint.load(best), best
             told = checkpoint.digests(folder)
-            self._best_digests = {name: told[name] for name in (f"{best.name}.json", f"{best.name}.safetensors")}
+            self._best_digests = {
+                name: told[name] for name in (f"{best.name}.json", f"{best.name}.safetensors")
+            }
         sent = folder / f"{self.name}.uploaded"
         self.uploaded = checkpoint.load(sent) if Path(f"{sent}.json").is_file() else {}
         first = folder / f"{self.name}.first"
         self.delivery.first = checkpoint.load(first) if Path(f"{first}.json").is_file() else {}
-        return {sender: dict(payload) for sender, payload in checkpoint.load(folder / f"{self.name}.inbox").items()}
+        return {
+            sender: dict(payload)
+            for sender, payload in checkpoint.load(folder / f"{self.name}.inbox").items()
+        }
 
 
 def _bare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -511,7 +611,8 @@ def _memory(name: str) -> Iterator[None]:
         told = str(error).splitlines()[0] if str(error) else "no memory is left"
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in told:
             raise CrossfedError(
-                f"{name} ran out of memory ({told}); lower the sizes in its configuration, or give it a larger machine."
+                f"{name} ran out of memory ({told}); lower the sizes in its configuration, or "
+                f"give it a larger machine."
             ) from error
         raise
 
@@ -543,25 +644,39 @@ class Nodes(Protocol):
     def preflight(self, plan: Plan) -> None:
         """Refuse, before anything is computed, what cannot be placed."""
 
-    def start(self, plan: Plan, artifacts: Artifacts, say: Callable[[str], None] = lambda _: None) -> None:
-        """Build every node and its initial state; `say` is told, in a line, what is being waited for."""
+    def start(
+        self, plan: Plan, artifacts: Artifacts, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """Build every node and its initial state; `say` is told, in a line, what is being waited
+        for.
+        """
 
     def deadline(self, seconds: float, what: str) -> None:
-        """From now on, all that is asked of the nodes must be done within so many seconds; `what` it is, in words."""
+        """From now on, all that is asked of the nodes must be done within so many seconds; `what`
+        it is, in words.
+        """
 
     def each(self, call: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
         """Call a `Node` method at every named node, in parallel where possible; results by node."""
 
     def run_phase(
-        self, stage: int, part: str, phase: int, round: int, inboxes: Mapping[str, Mapping[str, Any]]
+        self,
+        stage: int,
+        part: str,
+        phase: int,
+        round: int,
+        inboxes: Mapping[str, Mapping[str, Any]],
     ) -> dict[str, Sent]:
         """Run a phase at every node of `inboxes`, whose values map a sender to a handle."""
 
     def save(self, folder: Path, inboxes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        """Every node writes itself into `folder`; the SHA-256 of every file, once all have written theirs."""
+        """Every node writes itself into `folder`; the SHA-256 of every file, once all have written
+        theirs.
+        """
 
     def load_state(self, folder: Path) -> dict[str, dict[str, Any]]:
-        """Every node continues from `folder`; returns the unread messages as handles, by receiver."""
+        """Every node continues from `folder`; returns the unread messages as handles, by receiver.
+        """
 
     def placement(self) -> dict[str, dict[str, Any]]:
         """Where every node runs: host, process, device."""
@@ -570,7 +685,9 @@ class Nodes(Protocol):
         """End every node; may be called more than once."""
 
     def close(self) -> None:
-        """End every node and leave what they ran on, after which no other call makes sense; may be called again."""
+        """End every node and leave what they ran on, after which no other call makes sense; may be
+        called again.
+        """
 
 
 class InProcess:
@@ -583,7 +700,9 @@ class InProcess:
     def preflight(self, plan: Plan) -> None:
         local_device(plan.config)
 
-    def start(self, plan: Plan, artifacts: Artifacts, say: Callable[[str], None] = lambda _: None) -> None:
+    def start(
+        self, plan: Plan, artifacts: Artifacts, say: Callable[[str], None] = lambda _: None
+    ) -> None:
         say(f"nodes      {len(plan.nodes)} in this process load their data")
         device = local_device(plan.config)
         self.nodes = {name: Node(plan, name, device) for name in plan.nodes}
@@ -592,18 +711,27 @@ class InProcess:
             node.connect(sizes)
 
     def deadline(self, seconds: float, what: str) -> None:
-        """Nobody waits for another process here; a step that is too slow can be seen, but not be left behind."""
+        """Nobody waits for another process here; a step that is too slow can be seen, but not be
+        left behind.
+        """
 
     def each(self, call: str, args: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
         return {name: getattr(self.nodes[name], call)(*values) for name, values in args.items()}
 
     def run_phase(
-        self, stage: int, part: str, phase: int, round: int, inboxes: Mapping[str, Mapping[str, Any]]
+        self,
+        stage: int,
+        part: str,
+        phase: int,
+        round: int,
+        inboxes: Mapping[str, Mapping[str, Any]],
     ) -> dict[str, Sent]:
         done = {}
         for name, inbox in inboxes.items():
             send, rows, metrics = self.nodes[name].run_phase(stage, part, phase, round, inbox)
-            done[name] = Sent({receiver: freeze(payload) for receiver, payload in send.items()}, rows, metrics)
+            done[name] = Sent(
+                {receiver: freeze(payload) for receiver, payload in send.items()}, rows, metrics
+            )
         return done
 
     def save(self, folder: Path, inboxes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

@@ -33,7 +33,9 @@ class Pace(BaseModel):
     sizes: tuple[str, ...] = ()
     quick: str | None = None
 
-    def seconds(self, config: RunConfig, interactions: int, cores: float, preset: str | None) -> float | None:
+    def seconds(
+        self, config: RunConfig, interactions: int, cores: float, preset: str | None
+    ) -> float | None:
         """How long a run takes with a preset's sizes, at most; None where that was not measured.
 
         Args:
@@ -48,7 +50,8 @@ class Pace(BaseModel):
 
 
 def announcement(config: RunConfig, interactions: int, cores: float) -> str | None:
-    """What a run says before its first round: about how long, and which preset is quick; None where it is short.
+    """What a run says before its first round: about how long, and which preset is quick; None where
+    it is short.
 
     Args:
         interactions, cores: as of `Pace.seconds`.
@@ -66,7 +69,10 @@ def announcement(config: RunConfig, interactions: int, cores: float) -> str | No
     seconds = pace.seconds(config, interactions, cores, config.preset)
     if seconds is None or seconds < LONG:
         return None
-    length = f"about {span(seconds)} on {cores:g} cores like those it was measured on, unless it stops early"
+    length = (
+        f"about {span(seconds)} on {cores:g} cores like those it was measured on, unless "
+        f"it stops early"
+    )
     if pace.quick is None or pace.quick == config.preset:
         return length
     other = build(config.method, preset=pace.quick)

@@ -1,8 +1,10 @@
-"""The privacy accountant: counts every perturbed message that left, before it is delivered, and composes the losses.
+"""The privacy accountant: counts every perturbed message that left, before it is delivered, and
+composes the losses.
 
-A method declares what leaves under noise (`Method.releases`). `Rounds` writes one line of `releases.jsonl` per sender, release
-and phase, fsynced, before any receiver sees the messages. That file is never cut back: a round that is repeated after a lost
-node or a resume was sent twice and counts twice.
+A method declares what leaves under noise (`Method.releases`). `Rounds` writes one line of
+`releases.jsonl` per sender, release and phase, fsynced, before any receiver sees the messages. That
+file is never cut back: a round that is repeated after a lost node or a resume was sent twice and
+counts twice.
 
 Three totals, per sending domain, with n the releases that left (messages × `Release.count`):
 
@@ -11,16 +13,17 @@ Three totals, per sending domain, with n the releases that left (messages × `Re
             its ε at that δ is the exact one of Balle and Wang (ICML 2018)
     tight   the composed privacy loss distribution of all n releases at δ (dp-accounting), or `whole` where that is smaller
 
-`tight` takes each release for one Laplace or Gaussian variable that is shifted by the whole sensitivity. For the Gaussian this is
-exact by rotation. For Laplace noise on a vector that moves by at most Δ in the L1 norm it is an upper bound, because a shift by
-a + c in one coordinate dominates shifts by a and c in two: at b = 1 the likelihood ratio of a shift is exp(2Y - shift) with
-Y = min(max(X, 0), shift); the survival function of Y₁ + Y₂ crosses that of the single Y once, from above, and both ratios have
-mean one, so the single one is larger in convex order, and with it every hockey-stick divergence. Composed dominating pairs
-dominate the adaptive composition (Zhu, Dong and Wang, "Optimal Accounting of Differential Privacy via Characteristic Function",
-AISTATS 2022).
+`tight` takes each release for one Laplace or Gaussian variable that is shifted by the whole
+sensitivity. For the Gaussian this is exact by rotation. For Laplace noise on a vector that moves by
+at most Δ in the L1 norm it is an upper bound, because a shift by a + c in one coordinate dominates
+shifts by a and c in two: at b = 1 the likelihood ratio of a shift is exp(2Y - shift) with Y =
+min(max(X, 0), shift); the survival function of Y₁ + Y₂ crosses that of the single Y once, from
+above, and both ratios have mean one, so the single one is larger in convex order, and with it every
+hockey-stick divergence. Composed dominating pairs dominate the adaptive composition (Zhu, Dong and
+Wang, "Optimal Accounting of Differential Privacy via Characteristic Function", AISTATS 2022).
 
-A total is that of one domain's own messages. Whoever is protected in several domains (a shared user) adds those up. Keys that
-no release names are outside the account.
+A total is that of one domain's own messages. Whoever is protected in several domains (a shared
+user) adds those up. Keys that no release names are outside the account.
 """
 
 from __future__ import annotations
@@ -38,7 +41,16 @@ import numpy as np
 from crossfed.platform.config.settings import Privacy
 from crossfed.platform.errors import CrossfedError, LeakError
 from crossfed.platform.federation.payloads import Entry
-from crossfed.platform.method import SERVER, Array, Direction, Method, MethodConfig, Payload, Release, Stage
+from crossfed.platform.method import (
+    SERVER,
+    Array,
+    Direction,
+    Method,
+    MethodConfig,
+    Payload,
+    Release,
+    Stage,
+)
 
 RECORD = "releases.jsonl"
 """The record of a run's perturbed messages, in its directory."""
@@ -49,39 +61,63 @@ Counts = Mapping[Release, int]
 """Messages by release."""
 
 
-# -- what is declared ------------------------------------------------------------------------------------------------
+# -- what is declared ------------------------------------------------------------------------------
 
 
-def check_releases(method: Method, config: MethodConfig, stages: Sequence[Stage]) -> tuple[Release, ...]:
+def check_releases(
+    method: Method, config: MethodConfig, stages: Sequence[Stage]
+) -> tuple[Release, ...]:
     """The method's releases, after checking that they speak of what the method sends.
 
     Raises:
-        CrossfedError: a release names a stage or key that is not there, a key occurs twice, numbers are not positive, or two
-            releases protect different units, which no single total could hold for.
+        CrossfedError: a release names a stage or key that is not there, a key occurs twice, numbers
+            are not positive, or two releases protect different units, which no single total could
+            hold for.
     """
     releases, by_name = method.releases(config), {stage.name: stage for stage in stages}
     for release in releases:
-        where = f"{method.name}: the release of {', '.join(release.keys) or 'nothing'} in stage {release.stage!r}"
+        where = (
+            f"{method.name}: the release of {', '.join(release.keys) or 'nothing'} in "
+            f"stage {release.stage!r}"
+        )
         stage = by_name.get(release.stage)
         if stage is None:
             raise CrossfedError(f"{where}: there is no such stage; it has {', '.join(by_name)}.")
         ways = (Direction.DOWN,) if release.at == "server" else (Direction.UP, Direction.PEER)
         for key in release.keys:
-            if not any(field.key == key and field.direction in stage.edges & set(ways) for field in method.fields):
+            if not any(
+                field.key == key and field.direction in stage.edges & set(ways)
+                for field in method.fields
+            ):
                 told = " or ".join(ways)
-                raise CrossfedError(f"{where}: {key!r} is no declared field that goes {told} along the stage's edges.")
+                raise CrossfedError(
+                    f"{where}: {key!r} is no declared field that goes {told} "
+                    f"along the stage's edges."
+                )
         if not release.keys or not release.parts or not release.unit:
-            raise CrossfedError(f"{where} must name its keys, its parts and its unit of protection.")
-        if min(release.sensitivity, release.scale, release.count) <= 0 or release.per_round_epsilon < 0:
             raise CrossfedError(
-                f"{where}: sensitivity, scale and count must be positive; where no noise is added, declare no release."
+                f"{where} must name its keys, its parts and its unit of protection."
             )
-    named = Counter((release.stage, release.at, key) for release in releases for key in release.keys)
+        if (
+            min(release.sensitivity, release.scale, release.count) <= 0
+            or release.per_round_epsilon < 0
+        ):
+            raise CrossfedError(
+                f"{where}: sensitivity, scale and count must be positive; where no noise is "
+                f"added, declare no release."
+            )
+    named = Counter(
+        (release.stage, release.at, key) for release in releases for key in release.keys
+    )
     for (name, _, key), times in named.items():
         if times > 1:
-            raise CrossfedError(f"{method.name}: key {key!r} occurs in {times} releases of stage {name!r}.")
+            raise CrossfedError(
+                f"{method.name}: key {key!r} occurs in {times} releases of stage {name!r}."
+            )
     if len(units := sorted({release.unit for release in releases})) > 1:
-        raise CrossfedError(f"{method.name}: its releases protect different units ({'; '.join(units)}); name one.")
+        raise CrossfedError(
+            f"{method.name}: its releases protect different units ({'; '.join(units)}); name one."
+        )
     return releases
 
 
@@ -91,9 +127,14 @@ def _covers(keys: Iterable[str], key: str) -> bool:
 
 
 def tell_apart(
-    releases: Sequence[Release], stage: str, part: str, send: Mapping[str, Payload], rows: Sequence[Entry]
+    releases: Sequence[Release],
+    stage: str,
+    part: str,
+    send: Mapping[str, Payload],
+    rows: Sequence[Entry],
 ) -> list[Entry]:
-    """Number the different arrays that one node sends under a perturbed key in one phase (`Entry.copy`).
+    """Number the different arrays that one node sends under a perturbed key in one phase
+    (`Entry.copy`).
 
     Args:
         releases: the method's. stage, part: where the run is.
@@ -111,11 +152,15 @@ def tell_apart(
             continue
         if part not in release.parts:
             raise LeakError(
-                f"{row.sender} → {row.receiver}: payload key {row.key!r} left in {part!r} of stage {stage!r}, but its release "
+                f"{row.sender} → {row.receiver}: payload key {row.key!r} left in {part!r} of "
+                f"stage {stage!r}, but its release "
                 f"is declared for {', '.join(release.parts)}; it was not sent."
             )
         value, known = send[row.receiver][row.key], seen.setdefault(row.key, [])
-        number = next((n for n, other in enumerate(known) if other is value or np.array_equal(other, value)), None)
+        number = next(
+            (n for n, other in enumerate(known) if other is value or np.array_equal(other, value)),
+            None,
+        )
         if number is None:
             number = len(known)
             known.append(value)
@@ -132,7 +177,7 @@ def _release(releases: Sequence[Release], stage: str, row: Entry) -> Release | N
     return None
 
 
-# -- what it adds up to ----------------------------------------------------------------------------------------------
+# -- what it adds up to ----------------------------------------------------------------------------
 
 
 def paper_epsilon(counts: Counts) -> float:
@@ -141,9 +186,15 @@ def paper_epsilon(counts: Counts) -> float:
 
 
 def whole_epsilon(counts: Counts, delta: float) -> float:
-    """Basic composition of every release: at δ = 0 for Laplace noise; Gaussian releases share δ evenly."""
-    gaussian = sum(r.count * messages for r, messages in counts.items() if r.mechanism == "gaussian")
-    total = sum(r.epsilon * r.count * messages for r, messages in counts.items() if r.mechanism == "laplace")
+    """Basic composition of every release: at δ = 0 for Laplace noise; Gaussian releases share δ
+    evenly.
+    """
+    gaussian = sum(
+        r.count * messages for r, messages in counts.items() if r.mechanism == "gaussian"
+    )
+    total = sum(
+        r.epsilon * r.count * messages for r, messages in counts.items() if r.mechanism == "laplace"
+    )
     if gaussian:
         from dp_accounting import get_epsilon_gaussian  # takes over a second to import
 
@@ -155,8 +206,12 @@ def whole_epsilon(counts: Counts, delta: float) -> float:
 
 
 def tight_epsilon(counts: Counts, delta: float) -> float:
-    """ε at δ of the composed privacy loss distributions; `whole_epsilon` where that is smaller (always at δ = 0)."""
-    return _tight(frozenset((release, messages) for release, messages in counts.items() if messages), delta)
+    """ε at δ of the composed privacy loss distributions; `whole_epsilon` where that is smaller
+    (always at δ = 0).
+    """
+    return _tight(
+        frozenset((release, messages) for release, messages in counts.items() if messages), delta
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -167,9 +222,12 @@ def _tight(counts: frozenset[tuple[Release, int]], delta: float) -> float:
     whole = whole_epsilon(dict(counts), delta)
     if not counts or not delta:
         return whole
-    if whole > 1e6 or any(release.mechanism == "laplace" and release.epsilon > 1e4 for release, _ in counts):
+    if whole > 1e6 or any(
+        release.mechanism == "laplace" and release.epsilon > 1e4 for release, _ in counts
+    ):
         return whole  # hardly any noise: nothing to gain, and the grid would not fit into memory
-    # grid points of a millionth of the range; rounding goes upwards, so a coarser grid can only make the total larger
+    # grid points of a millionth of the range; rounding goes upwards, so a coarser grid can only
+    # make the total larger
     interval = min(1e-2, max(1e-5, 1e-6 * whole))
     accountant = PLDAccountant(value_discretization_interval=interval)
     for release, messages in sorted(counts, key=repr):
@@ -178,7 +236,7 @@ def _tight(counts: frozenset[tuple[Release, int]], delta: float) -> float:
     return float(min(whole, accountant.get_epsilon(delta)))
 
 
-# -- the account of a run --------------------------------------------------------------------------------------------
+# -- the account of a run --------------------------------------------------------------------------
 
 
 class Accountant:
@@ -190,10 +248,14 @@ class Accountant:
         rows: the run's record so far.
     """
 
-    def __init__(self, settings: Privacy, releases: Sequence[Release], rows: Iterable[Mapping[str, Any]] = ()):
+    def __init__(
+        self, settings: Privacy, releases: Sequence[Release], rows: Iterable[Mapping[str, Any]] = ()
+    ):
         self.settings, self.releases = settings, tuple(releases)
         if not settings.delta and any(release.mechanism == "gaussian" for release in self.releases):
-            raise CrossfedError("Gaussian noise promises nothing at δ = 0: set privacy.delta above 0.")
+            raise CrossfedError(
+                "Gaussian noise promises nothing at δ = 0: set privacy.delta above 0."
+            )
         self.sent: dict[str, Counter[Release]] = {}
         self.repeated: dict[str, Counter[Release]] = {}
         self._places: set[tuple[Any, ...]] = set()
@@ -203,7 +265,8 @@ class Accountant:
     def lines(
         self, stage: str, part: str, phase: int, round: int, rows: Mapping[str, Sequence[Entry]]
     ) -> list[dict[str, Any]]:
-        """The record's lines for one phase: how many different messages each sender sends under each release.
+        """The record's lines for one phase: how many different messages each sender sends under
+        each release.
 
         Args:
             stage, part, phase, round: where the run is.
@@ -214,10 +277,18 @@ class Accountant:
             messages: dict[Release, dict[str, list[tuple[str, int]]]] = {}
             for row in entries:
                 if (release := _release(self.releases, stage, row)) is not None:
-                    messages.setdefault(release, {}).setdefault(row.receiver, []).append((row.key, row.copy))
+                    messages.setdefault(release, {}).setdefault(row.receiver, []).append(
+                        (row.key, row.copy)
+                    )
             for release, receivers in messages.items():
                 different = len({tuple(sorted(arrays)) for arrays in receivers.values()})
-                place = {"sender": sender, "stage": stage, "part": part, "phase": phase, "round": round}
+                place = {
+                    "sender": sender,
+                    "stage": stage,
+                    "part": part,
+                    "phase": phase,
+                    "round": round,
+                }
                 found.append({**place, "messages": different, "release": asdict(release)})
         return found
 
@@ -239,7 +310,8 @@ class Accountant:
                 self.sent.setdefault(sender, Counter())[release] += messages
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise CrossfedError(
-                    f"A line of {RECORD} is no record of a release ({type(error).__name__}: {error}); restore it from a copy."
+                    f"A line of {RECORD} is no record of a release ({type(error).__name__}: "
+                    f"{error}); restore it from a copy."
                 ) from error
             if place in self._places:
                 self.repeated.setdefault(sender, Counter())[release] += messages
@@ -257,23 +329,34 @@ class Accountant:
         return tight_epsilon(counts, self.settings.delta)
 
     def metrics(self) -> dict[str, float]:
-        """`privacy/<sender>/epsilon_<counting>` so far, and the largest of any sender under `privacy/max/…`.
+        """`privacy/<sender>/epsilon_<counting>` so far, and the largest of any sender under
+        `privacy/max/…`.
 
         "tight" is among them where it limits the run; it takes a moment to compute.
         """
         shown = dict.fromkeys(["paper", "whole", self.settings.counting])
         found = {
-            (name, counting): self.total(counting, counts) for name, counts in self.sent.items() for counting in shown
+            (name, counting): self.total(counting, counts)
+            for name, counts in self.sent.items()
+            for counting in shown
         }
-        told = {f"privacy/{name}/epsilon_{counting}": value for (name, counting), value in found.items()}
+        told = {
+            f"privacy/{name}/epsilon_{counting}": value for (name, counting), value in found.items()
+        }
         for counting in shown if found else ():
-            told[f"privacy/max/epsilon_{counting}"] = max(v for (_, other), v in found.items() if other == counting)
+            told[f"privacy/max/epsilon_{counting}"] = max(
+                v for (_, other), v in found.items() if other == counting
+            )
         return told
 
-    # -- the budget --------------------------------------------------------------------------------------------------
+    # -- the budget --------------------------------------------------------------------------------
 
-    def planned(self, stage: str, parts: Mapping[str, int], domains: Sequence[str]) -> dict[str, Counter[Release]]:
-        """Messages by sender that so many times each part of a stage will send: one per phase unless more were seen."""
+    def planned(
+        self, stage: str, parts: Mapping[str, int], domains: Sequence[str]
+    ) -> dict[str, Counter[Release]]:
+        """Messages by sender that so many times each part of a stage will send: one per phase
+        unless more were seen.
+        """
         plan: dict[str, Counter[Release]] = {}
         for release in self.releases:
             if release.stage != stage:
@@ -286,19 +369,24 @@ class Accountant:
         return plan
 
     def over(self, extra: Mapping[str, Counts]) -> tuple[str, float] | None:
-        """The sender whose total would exceed the budget with `extra` messages, and that total; None where nobody's would."""
+        """The sender whose total would exceed the budget with `extra` messages, and that total;
+        None where nobody's would.
+        """
         budget = self.settings.budget
         if budget is None:
             return None
         for name, counts in extra.items():
-            total = self.total(self.settings.counting, Counter(self.sent.get(name, {})) + Counter(counts))
+            total = self.total(
+                self.settings.counting, Counter(self.sent.get(name, {})) + Counter(counts)
+            )
             # sums of many ε₀ such as 0.1 miss the budget by rounding alone
             if any(counts.values()) and total > budget * (1 + 1e-9):
                 return name, total
         return None
 
     def expectation(self, stages: Sequence[Stage], domains: Sequence[str]) -> list[str]:
-        """What a run that starts now will cost, in words, and how many of its rounds the budget lets through.
+        """What a run that starts now will cost, in words, and how many of its rounds the budget
+        lets through.
 
         Raises:
             CrossfedError: not even the first round of a stage that releases something fits.
@@ -307,7 +395,11 @@ class Accountant:
         spent: dict[str, Counter[Release]] = {}
 
         def cost(stage: Stage, rounds: int) -> dict[str, Counter[Release]]:
-            plan = self.planned(stage.name, {"open": 1, "each": rounds, "close": 1}, domains) if rounds else {}
+            plan = (
+                self.planned(stage.name, {"open": 1, "each": rounds, "close": 1}, domains)
+                if rounds
+                else {}
+            )
             return {name: spent.get(name, Counter()) + counts for name, counts in plan.items()}
 
         for stage in stages:
@@ -324,12 +416,15 @@ class Accountant:
             spent |= cost(stage, fits)
             shown = ((1, first), (fits, spent)) if fits > 1 else ((1, first),)
             costs = [
-                f"ε = {max(paper_epsilon(sent) for sent in by_name.values()):g} as the paper counts and "
+                f"ε = {max(paper_epsilon(sent) for sent in by_name.values()):g} as the paper "
+                f"counts and "
                 f"{max(whole_epsilon(sent, self.settings.delta) for sent in by_name.values()):g} whole after round {n}"
                 for n, by_name in shown
             ]
             limit = (
-                "" if budget is None else f"; {fits} of {stage.rounds} rounds fit the budget of {budget:g} ({counting})"
+                ""
+                if budget is None
+                else f"; {fits} of {stage.rounds} rounds fit the budget of {budget:g} ({counting})"
             )
             told.append(f"{stage.name}: {', '.join(costs)}{limit}")
         return told
@@ -340,14 +435,19 @@ class Accountant:
         already = self.total(self.settings.counting, self.sent.get(name, {}))
         left = f", {already:g} of it for what left before" if already else ""
         return CrossfedError(
-            f"privacy.budget={self.settings.budget:g} does not let the first round of stage {stage!r} start: it would bring "
-            f"{name} to ε = {total:g} ({self.settings.counting} counting{left}); raise the budget or add more noise."
+            f"privacy.budget={self.settings.budget:g} does not let the first round of stage "
+            f"{stage!r} start: it would bring "
+            f"{name} to ε = {total:g} ({self.settings.counting} counting{left}); raise the "
+            f"budget or add more noise."
         )
 
-    # -- telling -----------------------------------------------------------------------------------------------------
+    # -- telling -----------------------------------------------------------------------------------
 
-    def report(self, ledger: Iterable[Mapping[str, Any]], stops: Mapping[str, int]) -> dict[str, Any]:
-        """The "privacy" block of a result: every release with its parameters and counts, and the totals by sender.
+    def report(
+        self, ledger: Iterable[Mapping[str, Any]], stops: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """The "privacy" block of a result: every release with its parameters and counts, and the
+        totals by sender.
 
         Args:
             ledger: rows of everything that crossed, with stage, direction and key.
@@ -357,7 +457,9 @@ class Accountant:
         perturbed = [(release.stage, release.at, release.keys) for release in self.releases]
         plain = [
             f"{stage}: {key} ({way})"
-            for stage, way, key in dict.fromkeys((row["stage"], row["direction"], row["key"]) for row in ledger)
+            for stage, way, key in dict.fromkeys(
+                (row["stage"], row["direction"], row["key"]) for row in ledger
+            )
             if not any(
                 stage == name and (way == Direction.DOWN) == (at == "server") and _covers(keys, key)
                 for name, at, keys in perturbed
@@ -365,7 +467,10 @@ class Accountant:
         ]
         note = "" if self.releases else UNPERTURBED if plain else "nothing crosses"
         if self.releases and settings.noise_seed is not None:
-            note = f"the noise is drawn from privacy.noise_seed={settings.noise_seed} and can be removed: a test, not a promise"
+            note = (
+                f"the noise is drawn from privacy.noise_seed={settings.noise_seed} and can "
+                f"be removed: a test, not a promise"
+            )
         return {
             "note": note,
             "unit": self.releases[0].unit if self.releases else None,
@@ -384,7 +489,9 @@ class Accountant:
                     "epsilon_paper": paper_epsilon(counts),
                     "epsilon_whole": whole_epsilon(counts, settings.delta),
                     "epsilon_tight": tight_epsilon(counts, settings.delta),
-                    "releases": [self._line(name, release, messages) for release, messages in counts.items()],
+                    "releases": [
+                        self._line(name, release, messages) for release, messages in counts.items()
+                    ],
                 }
                 for name, counts in sorted(self.sent.items())
             },
@@ -415,7 +522,9 @@ def messages_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, Counter[Release
 
 
 def summary(block: Mapping[str, Any]) -> list[str]:
-    """The "privacy" block of a result in a few lines; the same totals of several domains are told once."""
+    """The "privacy" block of a result in a few lines; the same totals of several domains are told
+    once.
+    """
     said: dict[str, list[str]] = {}
     for name, row in block["domains"].items():
         totals = (
@@ -426,11 +535,16 @@ def summary(block: Mapping[str, Any]) -> list[str]:
     lines = [f"{', '.join(names)}: {totals}, for {block['unit']}" for totals, names in said.items()]
     for stage, rounds in block["stopped_by_budget"].items():
         lines.append(
-            f"stopped by the budget of ε = {block['budget']:g} ({block['counting']}): {stage} after round {rounds}"
+            f"stopped by the budget of ε = {block['budget']:g} ({block['counting']}): {stage} "
+            f"after round {rounds}"
         )
-    repeated = sum(line["repeated"] for row in block["domains"].values() for line in row["releases"])
+    repeated = sum(
+        line["repeated"] for row in block["domains"].values() for line in row["releases"]
+    )
     if repeated:
-        lines.append(f"{repeated} messages are of rounds that ran again; they left twice and count twice")
+        lines.append(
+            f"{repeated} messages are of rounds that ran again; they left twice and count twice"
+        )
     if block["domains"] and block["sent_as_it_is"]:
         lines.append(f"sent as it is: {', '.join(block['sent_as_it_is'])}")
     return lines + ([block["note"]] if block["note"] else [])
@@ -442,7 +556,8 @@ def _read(raw: Mapping[str, Any]) -> Release:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """A file of JSON lines. A last line that was cut off in writing is left out: in the record it was never delivered.
+    """A file of JSON lines. A last line that was cut off in writing is left out: in the record it
+    was never delivered.
 
     Raises:
         CrossfedError: another line is damaged.
@@ -458,9 +573,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise CrossfedError(f"{path}, line {number} is damaged ({error}); restore the file from a copy.") from error
+            raise CrossfedError(
+                f"{path}, line {number} is damaged ({error}); restore the file from a copy."
+            ) from error
         if not isinstance(row, dict):
-            raise CrossfedError(f"{path}, line {number} is damaged (no record); restore the file from a copy.")
+            raise CrossfedError(
+                f"{path}, line {number} is damaged (no record); restore the file from a copy."
+            )
         found.append(row)
     return found
 

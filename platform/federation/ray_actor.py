@@ -45,7 +45,8 @@ class NodeActor:
     node: Node
 
     def build(self, pickled: bytes, name: str) -> None:
-        """Make the node of a plan. Not done in `__init__`, where an error would look like a dead actor.
+        """Make the node of a plan. Not done in `__init__`, where an error would look like a dead
+        actor.
 
         Args:
             pickled: the plan. As an argument of its own it would be unpickled, and torch imported,
@@ -75,7 +76,9 @@ class NodeActor:
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self.node, method)(*args)
 
-    def run_phase(self, stage: int, part: str, phase: int, round: int, inbox: Mapping[str, Ref]) -> Sent:
+    def run_phase(
+        self, stage: int, part: str, phase: int, round: int, inbox: Mapping[str, Ref]
+    ) -> Sent:
         from crossfed.platform.federation.node import Sent
 
         send, rows, metrics = self.node.run_phase(stage, part, phase, round, _fetch(inbox))

@@ -1,7 +1,9 @@
-"""A finished run's selected model, measured again: under another protocol of the same split, with other cut-offs or metrics.
+"""A finished run's selected model, measured again: under another protocol of the same split, with
+other cut-offs or metrics.
 
-Nothing is trained. The last commit of the run, its history, ledger and record of noise are brought into a new run directory,
-whose configuration differs in what is measured and in how the method ranks; the ordinary end of a run does the rest.
+Nothing is trained. The last commit of the run, its history, ledger and record of noise are brought
+into a new run directory, whose configuration differs in what is measured and in how the method
+ranks; the ordinary end of a run does the rest.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from crossfed.platform.layout import CONFIG, DATA, HISTORY, LEDGER, RESULT, TRAI
 from crossfed.platform.method import ranking_keys
 
 MEASURED = ("evaluation.protocol", "evaluation.ks", "evaluation.metrics")
-"""Keys of a run that change what is measured, and neither what was trained nor what was selected."""
+"""Keys of a run that change what is measured, and neither what was trained nor what was selected.
+"""
 
 
 def evaluation_config(
@@ -49,8 +52,8 @@ def evaluation_config(
         data: where its data are now, if not where they were.
 
     Raises:
-        CrossfedError: another key, a value that is not possible, a protocol with another split, or the metric that selected
-            would not be measured.
+        CrossfedError: another key, a value that is not possible, a protocol with another split, or
+            the metric that selected would not be measured.
     """
     old = stored_config(run_dir, data)
     ranking = ranking_keys(old.resolved.Config)
@@ -59,21 +62,27 @@ def evaluation_config(
         key = key.strip().removeprefix("config.")
         if key not in (*MEASURED, *ranking):
             raise CrossfedError(
-                f"--set {text}: {key} cannot change for a model that is trained and selected; what can: "
+                f"--set {text}: {key} cannot change for a model that is trained and selected; "
+                f"what can: "
                 f"{', '.join((*MEASURED, *ranking))}."
             )
         _check_selecting(old.evaluation.select, key, value)
     chosen = [] if protocol is None else [f"evaluation.protocol={protocol}"]
-    new = build(str(run_dir / CONFIG), sets=[*sets, *chosen], values={"data": data and data.absolute()})
+    new = build(
+        str(run_dir / CONFIG), sets=[*sets, *chosen], values={"data": data and data.absolute()}
+    )
     before, after = get_protocol(old.evaluation.protocol), get_protocol(new.evaluation.protocol)
     if before.split != after.split:
         raise CrossfedError(
-            f"{run_dir} was trained on the split of {before.id}, but {after.id} splits otherwise ({after.split}): the model has "
+            f"{run_dir} was trained on the split of {before.id}, but {after.id} splits "
+            f"otherwise ({after.split}): the model has "
             "seen some of its test items; train under that protocol."
         )
     then = old.evaluated or Evaluated(run=run_dir.absolute().name, protocol=before.id)
     values = {key: {**old.config, **then.ranking}[key] for key in ranking}
-    told = then.model_copy(update={"ranking": {key: was for key, was in values.items() if was != new.config[key]}})
+    told = then.model_copy(
+        update={"ranking": {key: was for key, was in values.items() if was != new.config[key]}}
+    )
     tags = {**old.tracking.tags, "evaluated": then.run}
     tracking = old.tracking.model_copy(update={"parent_run_id": None, "params": None, "tags": tags})
     return new.model_copy(update={"evaluated": told, "tracking": tracking})
@@ -92,7 +101,8 @@ def _check_selecting(select: str, key: str, value: str) -> None:
         return
     if left_out is not None:
         raise CrossfedError(
-            f"--set {key}={value} leaves out {left_out}: {select} selected this model and stays measured."
+            f"--set {key}={value} leaves out {left_out}: {select} selected this model and "
+            f"stays measured."
         )
 
 
@@ -115,12 +125,13 @@ def evaluate(
         run_dir: the run; nothing in it changes.
         finish: reads the test split: `evaluation.final.test_once`.
         protocol, sets, data: as in `evaluation_config`.
-        out: folder of the new run; by default that of the given one. backend: by default that of the given run.
+        out: folder of the new run; by default that of the given one. backend: by default that of
+            the given run.
         view, started, callbacks: as in `run_federation`.
 
     Raises:
-        CrossfedError: the run has not finished or never read the test split, its data or configuration have changed, it holds
-            no sound last commit, or as `evaluation_config`.
+        CrossfedError: the run has not finished or never read the test split, its data or
+            configuration have changed, it holds no sound last commit, or as `evaluation_config`.
     """
     if not finished(run_dir):
         raise CrossfedError(
@@ -136,24 +147,33 @@ def evaluate(
     commit = _last_commit(run_dir, old, tuple(told["domains"]), view)
     there = config.out / run_name(config)
     _bring(run_dir, commit, there, config)
-    return run_federation(config, resume=there, view=view, finish=finish, started=started, callbacks=callbacks)
+    return run_federation(
+        config, resume=there, view=view, finish=finish, started=started, callbacks=callbacks
+    )
 
 
-def _last_commit(run_dir: Path, config: RunConfig, domains: tuple[str, ...], view: Progress | None) -> Path:
+def _last_commit(
+    run_dir: Path, config: RunConfig, domains: tuple[str, ...], view: Progress | None
+) -> Path:
     """The commit after the last stage, which holds the selected state."""
     nodes = Plan(config, run_dir, domains, run_dir, run_dir).nodes
     problems: list[str] = []
     found = Checkpoints(run_dir, nodes).latest(problems.append)
-    if found is None or found[1]["stage"] < len(check_method(config.resolved, config.method_config())):
+    if found is None or found[1]["stage"] < len(
+        check_method(config.resolved, config.method_config())
+    ):
         why = f" ({'; '.join(problems)})" if problems else ""
         raise CrossfedError(
-            f"{run_dir} does not hold its selected state any more{why}; crossfed run --resume {run_dir} makes it again."
+            f"{run_dir} does not hold its selected state any more{why}; crossfed run --resume "
+            f"{run_dir} makes it again."
         )
     return found[0]
 
 
 def _bring(run_dir: Path, commit: Path, there: Path, config: RunConfig) -> None:
-    """Make the new run directory. Its configuration comes last: before, it is no run, and nothing can go on with it."""
+    """Make the new run directory. Its configuration comes last: before, it is no run, and nothing
+    can go on with it.
+    """
     try:
         there.mkdir(parents=True)
     except OSError as error:

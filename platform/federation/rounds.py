@@ -1,6 +1,8 @@
-"""Walks a method's stages: runs phases, delivers messages along declared edges, counts bytes, evaluates, commits.
+"""Walks a method's stages: runs phases, delivers messages along declared edges, counts bytes,
+evaluates, commits.
 
-What a run has done so far is a `Progress`; together with the nodes' own checkpoints it is all that a resumed run needs.
+What a run has done so far is a `Progress`; together with the nodes' own checkpoints it is all that
+a resumed run needs.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from crossfed.platform.federation.controls import SOLO
 from crossfed.platform.federation.mirror import Mirror
 from crossfed.platform.federation.node import Measured, Nodes, Plan
 from crossfed.platform.federation.payloads import Entry, ShapeWatch, check_declarations, check_told
-from crossfed.platform.federation.privacy import RECORD, Accountant, check_releases, mend, messages_of, read_lines
+from crossfed.platform.federation.privacy import (
+    RECORD,
+    Accountant,
+    check_releases,
+    mend,
+    messages_of,
+    read_lines,
+)
 from crossfed.platform.layout import HISTORY, LEDGER
 from crossfed.platform.method import SERVER, Direction, Method, MethodConfig, Phase, Stage
 
@@ -35,11 +44,14 @@ class Round:
 
     Attributes:
         stage, round, rounds: where the run is. step: rounds finished since the run began.
-        metrics: `train/<node>/<name>`, `val/<domain>/<metric>`, `val/mean/<metric>`; for methods that perturb what they send
-            also `privacy/<domain>/epsilon_<counting>` and `privacy/max/epsilon_<counting>`: the totals so far.
-        best: mean over domains of the selecting validation metric at the best rounds of this stage so far; None before
-            the first evaluation. domains: the same metric of each domain at the round that would be selected now.
-        bytes_up, bytes_down: sent and received by domains in this round; messages between domains count as both.
+        metrics: `train/<node>/<name>`, `val/<domain>/<metric>`, `val/mean/<metric>`; for methods
+            that perturb what they send also `privacy/<domain>/epsilon_<counting>` and
+            `privacy/max/epsilon_<counting>`: the totals so far.
+        best: mean over domains of the selecting validation metric at the best rounds of this stage
+            so far; None before the first evaluation. domains: the same metric of each domain at the
+            round that would be selected now.
+        bytes_up, bytes_down: sent and received by domains in this round; messages between domains
+            count as both.
         seconds: wall-clock time.
     """
 
@@ -94,8 +106,9 @@ def check_method(method: Method, config: MethodConfig) -> tuple[Stage, ...]:
     """The method's stages, after checking that its declarations hold together.
 
     Raises:
-        CrossfedError: there is no stage, a stage name occurs twice, a phase runs at a server that the method lacks, edges
-            name a server that is not there, a payload dimension is unknown, or a release speaks of what is not sent.
+        CrossfedError: there is no stage, a stage name occurs twice, a phase runs at a server that
+            the method lacks, edges name a server that is not there, a payload dimension is unknown,
+            or a release speaks of what is not sent.
     """
     stages = method.stages(config)
     check_declarations(method, config)
@@ -106,9 +119,12 @@ def check_method(method: Method, config: MethodConfig) -> tuple[Stage, ...]:
         raise CrossfedError(f"{method.name}: two stages share a name: {labels}.")
     for stage in stages:
         at_server = any(phase.at == "server" for phase in (*stage.open, *stage.each, *stage.close))
-        if (at_server or stage.edges & {Direction.UP, Direction.DOWN}) and method.init_server is None:
+        if (
+            at_server or stage.edges & {Direction.UP, Direction.DOWN}
+        ) and method.init_server is None:
             raise CrossfedError(
-                f"{method.name}: stage {stage.name!r} uses a server, but the method has no init_server."
+                f"{method.name}: stage {stage.name!r} uses a server, but the method has no "
+                f"init_server."
             )
     check_releases(method, config, stages)
     return stages
@@ -132,7 +148,8 @@ class _Log:
                 os.fsync(file.fileno())
         except OSError as error:
             raise CrossfedError(
-                f"{self.path} cannot be written ({error.strerror}); the last committed round stays. Free the disk and --resume."
+                f"{self.path} cannot be written ({error.strerror}); the last committed round "
+                f"stays. Free the disk and --resume."
             ) from error
         self._bytes += len(data)
         self._hash.update(data)
@@ -144,7 +161,9 @@ class _Log:
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise CrossfedError unless the file begins with what was committed of it."""
         if self._read(state["bytes"]).hexdigest() != state["sha256"]:
-            raise CrossfedError(f"the first {state['bytes']:,} bytes of {self.path} differ from what was written")
+            raise CrossfedError(
+                f"the first {state['bytes']:,} bytes of {self.path} differ from what was written"
+            )
 
     def go_back(self, state: Mapping[str, Any] | None) -> None:
         """Forget what was written after a commit; everything with None."""
@@ -203,9 +222,11 @@ class Rounds:
         mend(plan.run_dir / RECORD)
         self.record = _Log(plan.run_dir / RECORD)  # never cut back: what left has left
         releases = self.config.resolved.releases(self.config.method_config())
-        self.accountant = Accountant(self.config.privacy, releases, read_lines(plan.run_dir / RECORD))
+        self.accountant = Accountant(
+            self.config.privacy, releases, read_lines(plan.run_dir / RECORD)
+        )
 
-    # -- where the run is ----------------------------------------------------------------------------------------
+    # -- where the run is --------------------------------------------------------------------------
 
     def restore(self) -> bool:
         """Go to the last sound commit (or the beginning); True when there was one.
@@ -225,11 +246,17 @@ class Rounds:
     def upcoming(self) -> str:
         """The round that comes next, in words; only before the last stage is over."""
         progress = self.progress
-        stage = next((stage for stage in self.stages[progress.stage :] if stage.rounds), self.stages[-1])
-        return f"round {min(progress.round + 1, stage.rounds)} of {stage.rounds} of stage {stage.name}"
+        stage = next(
+            (stage for stage in self.stages[progress.stage :] if stage.rounds), self.stages[-1]
+        )
+        return (
+            f"round {min(progress.round + 1, stage.rounds)} of {stage.rounds} of stage {stage.name}"
+        )
 
     def at_the_end(self) -> bool:
-        """Whether the last commit is sound, and that of a run whose stages are all over; asks no node."""
+        """Whether the last commit is sound, and that of a run whose stages are all over; asks no
+        node.
+        """
         try:
             found = self.checkpoints.latest(agree=self._agree)
         except CrossfedError:
@@ -243,7 +270,9 @@ class Rounds:
             self.history.check(logs["history"])
             self.ledger.check(logs["ledger"])
         except (AttributeError, KeyError, TypeError) as error:
-            raise CrossfedError(f"a commit's progress is not one of this version ({error!r})") from error
+            raise CrossfedError(
+                f"a commit's progress is not one of this version ({error!r})"
+            ) from error
 
     def commit(self) -> None:
         """Every node writes itself; once all have, this state becomes the one to continue from."""
@@ -256,7 +285,7 @@ class Rounds:
         if self.mirror is not None:
             self.mirror.commit(committed)
 
-    # -- running -------------------------------------------------------------------------------------------------
+    # -- running -----------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Run from where `progress` stands to the end of the last stage."""
@@ -267,7 +296,11 @@ class Rounds:
                     self._deadline(f"the opening of stage {stage.name}")
                     self._phases(index, "open", stage.open, 0)
                     progress.opened = True
-                while progress.round < stage.rounds and self._active(stage) and self._affordable(stage):
+                while (
+                    progress.round < stage.rounds
+                    and self._active(stage)
+                    and self._affordable(stage)
+                ):
                     self._round(index, stage)
                     if progress.round % self.config.checkpoint_every == 0:
                         self.commit()
@@ -294,7 +327,9 @@ class Rounds:
         progress.round += 1
         progress.step += 1
         self._deadline(f"round {progress.round} of stage {stage.name}")
-        metrics = self._phases(index, "each", stage.each, progress.round) | self.accountant.metrics()
+        metrics = (
+            self._phases(index, "each", stage.each, progress.round) | self.accountant.metrics()
+        )
         last = progress.round == stage.rounds or not self._affordable(stage)
         if stage.evaluate and (progress.round % self.config.evaluation.every == 0 or last):
             metrics |= self._evaluate(stage, active)
@@ -304,7 +339,18 @@ class Rounds:
         scopes = progress.best.values()
         best = sum(scope.value for scope in scopes) / len(scopes) if scopes else None
         domains = {name: value for scope in scopes for name, value in scope.values.items()}
-        row = Round(stage.name, progress.round, stage.rounds, progress.step, metrics, best, domains, up, down, seconds)
+        row = Round(
+            stage.name,
+            progress.round,
+            stage.rounds,
+            progress.step,
+            metrics,
+            best,
+            domains,
+            up,
+            down,
+            seconds,
+        )
         self.history.append([asdict(row)])
         self.told(row)
 
@@ -314,11 +360,16 @@ class Rounds:
     def _call(self, method: str, nodes: Sequence[str]) -> dict[str, Any]:
         return self.nodes.each(method, dict.fromkeys(nodes, ()))
 
-    def _phases(self, index: int, part: str, phases: tuple[Phase, ...], round: int) -> dict[str, float]:
-        """Run phases in order; what one sends is what the receiver's next phase finds in its inbox."""
+    def _phases(
+        self, index: int, part: str, phases: tuple[Phase, ...], round: int
+    ) -> dict[str, float]:
+        """Run phases in order; what one sends is what the receiver's next phase finds in its inbox.
+        """
         metrics: dict[str, float] = {}
         for number, phase in enumerate(phases):
-            domains = list(self.plan.domains) if part == "close" else self._active(self.stages[index])
+            domains = (
+                list(self.plan.domains) if part == "close" else self._active(self.stages[index])
+            )
             where = [SERVER] if phase.at == "server" else domains
             inboxes = {name: self.mail.pop(name, {}) for name in where}
             done = self.nodes.run_phase(index, part, number, round, inboxes)
@@ -333,12 +384,14 @@ class Rounds:
                 self.rows += sent.rows
                 for receiver, handle in sent.send.items():
                     if sender in self.mail.setdefault(receiver, {}):
-                        raise CrossfedError(f"{sender} wrote to {receiver} twice before {receiver} read its inbox.")
+                        raise CrossfedError(
+                            f"{sender} wrote to {receiver} twice before {receiver} read its inbox."
+                        )
                     self.mail[receiver][sender] = handle
                 metrics |= {f"train/{sender}/{name}": value for name, value in sent.metrics.items()}
         return metrics
 
-    # -- privacy -------------------------------------------------------------------------------------------------
+    # -- privacy -----------------------------------------------------------------------------------
 
     def expect(self) -> list[str]:
         """What the run's perturbed messages will cost, in words; before any node is started.
@@ -348,7 +401,9 @@ class Rounds:
         """
         if not self.checkpoints.committed():
             return self.accountant.expectation(self.stages, self.plan.domains)
-        return [f"{name}: ε = {epsilon:g} so far" for name, epsilon in self.accountant.metrics().items()]
+        return [
+            f"{name}: ε = {epsilon:g} so far" for name, epsilon in self.accountant.metrics().items()
+        ]
 
     def _affordable(self, stage: Stage) -> bool:
         """Whether the budget lets the next round of a stage start; the stage that it ends is noted.
@@ -365,13 +420,17 @@ class Rounds:
         self.progress.budget_stops[stage.name] = self.progress.round
         return False
 
-    def _account(self, stage: str, part: str, phase: int, round: int, rows: Mapping[str, Sequence[Entry]]) -> None:
+    def _account(
+        self, stage: str, part: str, phase: int, round: int, rows: Mapping[str, Sequence[Entry]]
+    ) -> None:
         """Record what leaves under noise in this phase. Nothing of it has been delivered yet."""
         lines = self.accountant.lines(stage, part, phase, round, rows)
         if (over := self.accountant.over(messages_of(lines))) is not None:
             raise CrossfedError(
-                f"{over[0]} sent more differently perturbed messages in stage {stage!r} than in the rounds before and would "
-                f"pass privacy.budget with ε = {over[1]:g}; they were not delivered. The last committed round stays."
+                f"{over[0]} sent more differently perturbed messages in stage {stage!r} than "
+                f"in the rounds before and would "
+                f"pass privacy.budget with ε = {over[1]:g}; they were not delivered. The last "
+                f"committed round stays."
             )
         if lines:
             self.record.append(lines)
@@ -387,7 +446,7 @@ class Rounds:
         self.rows = []
         return up, down
 
-    # -- selecting -----------------------------------------------------------------------------------------------
+    # -- selecting ---------------------------------------------------------------------------------
 
     def _evaluate(self, stage: Stage, active: Sequence[str]) -> dict[str, float]:
         """Measure the validation split, keep the best states, decide who stops."""
@@ -398,7 +457,12 @@ class Rounds:
         if stage.local or alone:
             scopes = {name: (progress.latest[name], [name]) for name in active}
         else:
-            scopes = {FEDERATION: (sum(progress.latest.values()) / len(progress.latest), list(self.plan.nodes))}
+            scopes = {
+                FEDERATION: (
+                    sum(progress.latest.values()) / len(progress.latest),
+                    list(self.plan.nodes),
+                )
+            }
         for scope, (value, members) in scopes.items():
             best = progress.best.get(scope)
             if best is None or value > best.value:
@@ -412,7 +476,11 @@ class Rounds:
                 best.stale += 1
                 if stage.patience is not None and best.stale >= stage.patience:
                     progress.stopped.append(scope)
-        rows = {f"val/{name}/{key}": value for name, found in measured.items() for key, value in found.metrics.items()}
+        rows = {
+            f"val/{name}/{key}": value
+            for name, found in measured.items()
+            for key, value in found.metrics.items()
+        }
         rows[f"val/mean/{select}"] = sum(progress.latest.values()) / len(progress.latest)
         return rows
 
@@ -420,5 +488,9 @@ class Rounds:
         """Note which round each domain's state comes from."""
         for scope, best in self.progress.best.items():
             for name in self.plan.domains if scope == FEDERATION else (scope,):
-                told = {"stage": best.stage, "round": best.round, "value": best.value} if stage.keep_best else {}
+                told = (
+                    {"stage": best.stage, "round": best.round, "value": best.value}
+                    if stage.keep_best
+                    else {}
+                )
                 self.progress.selected[name] = {**told, "rounds": self.progress.round}

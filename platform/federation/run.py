@@ -1,7 +1,7 @@
 """`run_federation(config)`: one whole federated run, and the unit that tuning searches over.
 
-It selects on validation only. The test split is read by `evaluation.final`, which callers may hand in as `finish`; this module
-does not import it.
+It selects on validation only. The test split is read by `evaluation.final`, which callers may hand
+in as `finish`; this module does not import it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,17 @@ from crossfed.platform.federation.mirror import Mirror
 from crossfed.platform.federation.node import Artifacts, InProcess, Measured, NodeLost, Nodes, Plan
 from crossfed.platform.federation.rounds import Round, Rounds, check_method
 from crossfed.platform.federation.runs import finished, stored_config
-from crossfed.platform.layout import CONFIG, DATA, ENDING, HISTORY, LEDGER, PLACEMENT, RESULT, RUN_ID, TRAINED
+from crossfed.platform.layout import (
+    CONFIG,
+    DATA,
+    ENDING,
+    HISTORY,
+    LEDGER,
+    PLACEMENT,
+    RESULT,
+    RUN_ID,
+    TRAINED,
+)
 from crossfed.platform.method import Direction, Scope
 from crossfed.platform.registry import method_name
 from crossfed.platform.tokeniser import tokenise
@@ -48,11 +58,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Finish = Callable[[Plan, Nodes], Mapping[str, Measured]]
-"""What runs on the selected state before the nodes end: `evaluation.final.test_once` from the command line."""
+"""What runs on the selected state before the nodes end: `evaluation.final.test_once` from the
+command line.
+"""
 
 
 class Stopped(Exception):
-    """Raised by `on_round` to end a run on purpose, for instance by a tuner that stops a trial early.
+    """Raised by `on_round` to end a run on purpose, for instance by a tuner that stops a trial
+    early.
 
     Args:
         reason: why, in words; recorded with the run.
@@ -76,7 +89,9 @@ class RunResult:
 
 
 def resolve_data(config: RunConfig) -> Path:
-    """The prepared data directory of a run; the embedded synthetic shops are generated once and kept in the cache."""
+    """The prepared data directory of a run; the embedded synthetic shops are generated once and
+    kept in the cache.
+    """
     if config.data is not None:
         return config.data.absolute()
     return synthetic.ensure(default_root() / "synthetic", **config.synthetic.model_dump())
@@ -86,23 +101,35 @@ def chosen_domains(config: RunConfig, data: PreparedData) -> tuple[str, ...]:
     """The domains of a run, in order.
 
     Raises:
-        CrossfedError: one is not in the data, is named twice or cannot have its name, a federated method is left with a
-            single one, or method or protocol need an order that a domain does not have.
+        CrossfedError: one is not in the data, is named twice or cannot have its name, a federated
+            method is left with a single one, or method or protocol need an order that a domain does
+            not have.
     """
     chosen = data.domains if config.domains is None else config.domains
     for name in chosen:
         if name not in data.domains:
-            raise CrossfedError(f"There is no domain {name!r} in {data.path}; it has {', '.join(data.domains)}.")
+            raise CrossfedError(
+                f"There is no domain {name!r} in {data.path}; it has {', '.join(data.domains)}."
+            )
     if len(set(chosen)) < len(chosen) or not chosen:
-        raise CrossfedError(f"domains must name each domain once; got {', '.join(chosen) or 'none'}.")
+        raise CrossfedError(
+            f"domains must name each domain once; got {', '.join(chosen) or 'none'}."
+        )
     for name in chosen:
-        # a checkpoint holds `<node>.safetensors`, `<node>.inbox.safetensors` … of every node, and files of its own
-        if name in ("progress", "manifest") or any(name.startswith(f"{other}.") for other in chosen):
-            raise CrossfedError(f"A domain of this run cannot be called {name!r}: a file of the run's checkpoints is.")
+        # a checkpoint holds `<node>.safetensors`, `<node>.inbox.safetensors` … of every node, and
+        # files of its own
+        if name in ("progress", "manifest") or any(
+            name.startswith(f"{other}.") for other in chosen
+        ):
+            raise CrossfedError(
+                f"A domain of this run cannot be called {name!r}: a file of "
+                f"the run's checkpoints is."
+            )
     federated = config.resolved.scope == Scope.FEDERATED
     if len(chosen) < 2 and federated and config.control != SOLO:
         raise CrossfedError(
-            f"{config.method} is federated and needs at least two domains, but got {chosen[0]} alone; "
+            f"{config.method} is federated and needs at least two domains, but got {chosen[0]} "
+            f"alone; "
             "add a domain, or run a local method such as lightgcn."
         )
     rule, method = get_protocol(config.evaluation.protocol).split, config.resolved
@@ -131,14 +158,19 @@ def run_federation(
         resume: an interrupted run's directory, continued from its last committed round.
         view: where progress is shown; nowhere by default.
         on_round: called after every round, e.g. to report to a tuner; what it raises ends the run.
-        finish: called once with the selected state while the nodes are alive; its result is stored as the test metrics.
+        finish: called once with the selected state while the nodes are alive; its result is stored
+            as the test metrics.
         started: called with the run's directory as soon as it exists.
-        artifacts: what `make_artifacts` gave for this configuration, made beforehand; made here by default.
-        name: the run's name, which is that of its directory in `config.out`; by default method, seed and time.
-        callbacks: what watches it besides; see `report.recording.run_recorded` for one that MLflow hears of.
+        artifacts: what `make_artifacts` gave for this configuration, made beforehand; made here by
+            default.
+        name: the run's name, which is that of its directory in `config.out`; by default method,
+            seed and time.
+        callbacks: what watches it besides; see `report.recording.run_recorded` for one that MLflow
+            hears of.
 
     Raises:
-        CrossfedError: anything a user can mend, in one sentence. What was committed before stays and can be resumed.
+        CrossfedError: anything a user can mend, in one sentence. What was committed before stays
+            and can be resumed.
         Stopped: what `on_round` raised.
     """
     shown, view = view is not None, view or make_progress("quiet")
@@ -146,7 +178,8 @@ def run_federation(
     check_control(method, config.control)
     if resume is None and config.evaluated is not None:
         raise CrossfedError(
-            f"This configuration is of a run that measured {config.evaluated.run} again and trains nothing: use "
+            f"This configuration is of a run that measured {config.evaluated.run} again and "
+            f"trains nothing: use "
             f"crossfed evaluate, or take the block `evaluated` out."
         )
     check_method(method, config.method_config())
@@ -157,11 +190,15 @@ def run_federation(
     run_dir = resume or _new_directory(config, data, name)
     if started:
         started(run_dir)
-    plan = Plan(config, data.path.absolute(), domains, run_dir.absolute(), default_root().absolute())
+    plan = Plan(
+        config, data.path.absolute(), domains, run_dir.absolute(), default_root().absolute()
+    )
     with _unless_refused(run_dir, resume is None, out_was_there), _locked(run_dir), view:
         guard(run_dir, config, data, domains)
         if resume is not None and _over(plan, finish is not None):
-            view.note(f"{run_dir} is finished: there is nothing to resume, and nothing in it was changed.")
+            view.note(
+                f"{run_dir} is finished: there is nothing to resume, and nothing in it was changed."
+            )
             result = read_json(run_dir / RESULT)
             return RunResult(result["run_id"], run_dir, result)
         if resume is not None and config.data != stored_config(run_dir).data:
@@ -170,16 +207,23 @@ def run_federation(
         view.start(
             f"{method.title}: {run_dir.name}",
             [
-                f"data       {synthetic}{data.path.name}: {', '.join(domains)}{shared(config.evaluation.train_share)}",
+                f"data       {synthetic}{data.path.name}: "
+                f"{', '.join(domains)}{shared(config.evaluation.train_share)}",
                 f"protocol   {config.evaluation.protocol}, {_selecting(config)}",
-                f"seed       {config.seed}   configuration {config.hash()}   back end {config.backend}",
+                f"seed       {config.seed}   configuration {config.hash()}   back end "
+                f"{config.backend}",
                 f"directory  {run_dir}",
             ]
-            + ([f"control    {config.control}: {MEANING[config.control]}"] if config.control != "none" else []),
+            + (
+                [f"control    {config.control}: {MEANING[config.control]}"]
+                if config.control != "none"
+                else []
+            ),
         )
         if config.backend == "inprocess" and (idle := config.resources.without_ray()):
             view.warn(
-                f"In one process resources.{', resources.'.join(idle)} {'does' if len(idle) == 1 else 'do'} nothing."
+                f"In one process resources.{', resources.'.join(idle)} "
+                f"{'does' if len(idle) == 1 else 'do'} nothing."
             )
         began = time.perf_counter()
         with _nodes(config) as nodes:
@@ -214,7 +258,9 @@ def run_federation(
 
 
 def shared(train_share: float) -> str:
-    """How much of the training data a run trains on, for the end of a phrase; nothing where it is all."""
+    """How much of the training data a run trains on, for the end of a phrase; nothing where it is
+    all.
+    """
     return "" if train_share == 1 else f", {train_share:.3g} of the training interactions"
 
 
@@ -223,7 +269,10 @@ def _selecting(config: RunConfig) -> str:
     told = config.evaluated
     if told is None:
         return f"selecting on validation {config.evaluation.select}"
-    return f"measuring what validation {config.evaluation.select} under {told.protocol} selected in {told.run}"
+    return (
+        f"measuring what validation {config.evaluation.select} under {told.protocol} "
+        f"selected in {told.run}"
+    )
 
 
 def _ended(error: BaseException) -> tuple[Status, str, str]:
@@ -248,7 +297,8 @@ def _new_directory(config: RunConfig, data: PreparedData, name: str | None) -> P
     run_dir = config.out / (name or run_name(config))
     try:
         run_dir.mkdir(parents=True)
-        # the data directory is written out in full, so that a resumed run does not depend on where it is started
+        # the data directory is written out in full, so that a resumed run does not depend on where
+        # it is started
         full = config.model_copy(update={"data": config.data and data.path.absolute()})
         write_text(run_dir / CONFIG, full.to_yaml())
     except OSError as error:
@@ -290,7 +340,9 @@ def _over(plan: Plan, tested: bool) -> bool:
         tested: whether test metrics belong to the result.
     """
     run_dir = plan.run_dir
-    if (run_dir / ENDING).exists() or not (finished(run_dir) if tested else (run_dir / RESULT).is_file()):
+    if (run_dir / ENDING).exists() or not (
+        finished(run_dir) if tested else (run_dir / RESULT).is_file()
+    ):
         return False
     return Rounds(plan, InProcess(), lambda _: None, lambda _: None).at_the_end()
 
@@ -316,12 +368,14 @@ def guard(run_dir: Path, config: RunConfig, data: PreparedData, domains: tuple[s
     for key in ("config_hash", "seed"):
         if before[key] != told[key]:
             raise CrossfedError(
-                f"{run_dir} was started with {key} {before[key]}, but its config.yaml now gives {told[key]}; "
+                f"{run_dir} was started with {key} {before[key]}, but its config.yaml now "
+                f"gives {told[key]}; "
                 "undo the edit, or start a new run with `crossfed run` on a copy of that file."
             )
     if before["fingerprint"] != told["fingerprint"]:
         raise CrossfedError(
-            f"{run_dir} was started on data {before['fingerprint'][:12]}, but {data.path} is now {data.fingerprint[:12]}; "
+            f"{run_dir} was started on data {before['fingerprint'][:12]}, but {data.path} is "
+            f"now {data.fingerprint[:12]}; "
             "restore that data or start a new run."
         )
 
@@ -352,18 +406,27 @@ def make_artifacts(config: RunConfig, view: Progress) -> Artifacts:
     text, store, hits = config.text, ArtifactStore(), []
     for name in chosen_domains(config, data):
         told = functools.partial(view.encoding, name)
-        path, vectors, hit = store.ensure_text(data.item_texts(name), text.encoder, text.missing, name, told)
+        path, vectors, hit = store.ensure_text(
+            data.item_texts(name), text.encoder, text.missing, name, told
+        )
         texts[name] = (path.stem, vectors)
         hits.append(f"{name} {len(vectors)} × {vectors.shape[1]}{' (cached)' if hit else ''}")
     view.note(f"text       {text.encoder}: {', '.join(hits)}")
-    found = tokenise.tokenise(config, texts, view) if tokenise.SIDS in wanted else {name: {} for name in texts}
-    return {name: ({"text": texts[name][1]} if "text" in wanted else {}) | found[name] for name in texts}
+    found = (
+        tokenise.tokenise(config, texts, view)
+        if tokenise.SIDS in wanted
+        else {name: {} for name in texts}
+    )
+    return {
+        name: ({"text": texts[name][1]} if "text" in wanted else {}) | found[name] for name in texts
+    }
 
 
 def _nodes(config: RunConfig) -> contextlib.AbstractContextManager[Nodes]:
     if config.backend == "inprocess":
         return contextlib.closing(InProcess())
-    from crossfed.platform.federation.actors import RayNodes  # ray takes seconds to import and is not needed in process
+    # ray takes seconds to import and is not needed in process
+    from crossfed.platform.federation.actors import RayNodes
 
     return contextlib.closing(RayNodes())
 
@@ -386,7 +449,9 @@ def _run(
         if row.stage != stage:
             stage = row.stage
             view.stage(row.stage, row.rounds)
-        view.round(row.stage, row.round, row.rounds, row.metrics, row.seconds, row.bytes_up, row.bytes_down)
+        view.round(
+            row.stage, row.round, row.rounds, row.metrics, row.seconds, row.bytes_up, row.bytes_down
+        )
         for callback in callbacks:
             callback.on_round(row)
         if on_round:
@@ -396,7 +461,9 @@ def _run(
     before = time.perf_counter()
     if artifacts is None or not tokenise.fits(config, artifacts):
         artifacts = make_artifacts(config, view)
-    sids = tokenise.describe(config, artifacts) if tokenise.SIDS in config.resolved.artifacts else None
+    sids = (
+        tokenise.describe(config, artifacts) if tokenise.SIDS in config.resolved.artifacts else None
+    )
     encode, lost = time.perf_counter() - before, 0
     while True:
         try:
@@ -409,27 +476,40 @@ def _run(
             placement = nodes.placement()
             write_json(plan.run_dir / PLACEMENT, placement)
             if rounds.progress.stage < len(rounds.stages):
-                if length := pace.announcement(config, _interactions(data, plan), _cores(plan, placement)):
+                if length := pace.announcement(
+                    config, _interactions(data, plan), _cores(plan, placement)
+                ):
                     view.note(f"time       {length}")
                 view.note(f"begins     {rounds.upcoming()}; a line follows when it is over")
             rounds.run()
             ready = time.perf_counter()
             nodes.deadline(config.resources.round_timeout, "the final evaluation")
-            validation: dict[str, Measured] = nodes.each("evaluate", dict.fromkeys(plan.domains, ()))
+            validation: dict[str, Measured] = nodes.each(
+                "evaluate", dict.fromkeys(plan.domains, ())
+            )
             test = finish(plan, nodes) if finish else {}
-            audit = nodes.each("audit", dict.fromkeys(plan.domains, ())) if config.evaluation.audit else {}
+            audit = (
+                nodes.each("audit", dict.fromkeys(plan.domains, ()))
+                if config.evaluation.audit
+                else {}
+            )
             nodes.each("export", dict.fromkeys(plan.domains, ()))
-            memory: dict[str, dict[str, int | None]] = nodes.each("memory", dict.fromkeys(plan.nodes, ()))
+            memory: dict[str, dict[str, int | None]] = nodes.each(
+                "memory", dict.fromkeys(plan.nodes, ())
+            )
             break
         except NodeLost as error:
             if config.resources.on_failure == "fail" or lost == config.resources.max_restarts:
                 why = f"restarted {lost} times already, resources.max_restarts"
                 why = "resources.on_failure=fail" if config.resources.on_failure == "fail" else why
                 resume = f"; the last committed round stays: crossfed run --resume {plan.run_dir}"
-                raise CrossfedError(f"{error} ({why}){resume if rounds.progress.commits else '.'}") from error
+                raise CrossfedError(
+                    f"{error} ({why}){resume if rounds.progress.commits else '.'}"
+                ) from error
             lost += 1
             view.warn(
-                f"{error}; going back to the last committed round (restart {lost} of {config.resources.max_restarts})"
+                f"{error}; going back to the last committed round (restart {lost} of "
+                f"{config.resources.max_restarts})"
             )
             nodes.stop()
     nodes.close()
@@ -438,7 +518,17 @@ def _run(
 
     ledger = pd.DataFrame(
         rounds.ledger.rows(),
-        columns=["stage", "round", "sender", "receiver", "direction", "key", "shape", "dtype", "bytes"],
+        columns=[
+            "stage",
+            "round",
+            "sender",
+            "receiver",
+            "direction",
+            "key",
+            "shape",
+            "dtype",
+            "bytes",
+        ],
     )
     result = {
         "run_id": plan.run_dir.name,
@@ -484,7 +574,9 @@ def _run(
         "placement": placement,
         "memory": memory,
         "backend": config.backend,
-        "versions": {name: importlib.metadata.version(name) for name in ("crossfed", "torch", "ray", "numpy")},
+        "versions": {
+            name: importlib.metadata.version(name) for name in ("crossfed", "torch", "ray", "numpy")
+        },
     }
     if config.evaluated is not None:
         trained = read_json(plan.run_dir / TRAINED)
@@ -505,24 +597,30 @@ def _interactions(data: PreparedData, plan: Plan) -> int:
 
 
 def _cores(plan: Plan, placement: Mapping[str, Mapping[str, Any]]) -> float:
-    """How many cores compute for a run's domains: in one process one after the other, else each on its share."""
+    """How many cores compute for a run's domains: in one process one after the other, else each on
+    its share.
+    """
     if plan.config.backend == "inprocess":
         return 1.0
     return sum(min(1.0, float(placement[name]["cpus"])) for name in plan.domains)
 
 
 def _check_trained(rounds: Rounds, run: str, sids: Mapping[str, Any] | None) -> None:
-    """Raise CrossfedError unless the model to measure again is there, and items have the semantic IDs it was trained on."""
+    """Raise CrossfedError unless the model to measure again is there, and items have the semantic
+    IDs it was trained on.
+    """
     run_dir = rounds.plan.run_dir
     if rounds.progress.stage < len(rounds.stages):
         raise CrossfedError(
-            f"{run_dir} measures the model of {run} again, but does not hold it any more; use crossfed evaluate "
+            f"{run_dir} measures the model of {run} again, but does not hold it any more; use "
+            f"crossfed evaluate "
             "once more."
         )
     then = read_json(run_dir / TRAINED).get("tokeniser")
     if sids and then and not tokenise.alike(sids, then):
         raise CrossfedError(
-            f"The tokeniser gives items other semantic IDs than those {run_dir} was trained on; restore {default_root()} as it "
+            f"The tokeniser gives items other semantic IDs than those {run_dir} was trained "
+            f"on; restore {default_root()} as it "
             "was then, or measure on the machine that trained it."
         )
 
@@ -538,8 +636,12 @@ def _bytes(ledger: pd.DataFrame, domains: tuple[str, ...]) -> dict[str, dict[str
 
 
 def _summary(view: Progress, config: RunConfig, result: dict[str, Any]) -> None:
-    """The final table: the selecting metric and the first two of the others; everything else is in `result.json`."""
-    told = [f"{name}_at_{k}" for name in config.evaluation.metrics[:2] for k in config.evaluation.ks]
+    """The final table: the selecting metric and the first two of the others; everything else is in
+    `result.json`.
+    """
+    told = [
+        f"{name}_at_{k}" for name in config.evaluation.metrics[:2] for k in config.evaluation.ks
+    ]
     told = list(dict.fromkeys([config.evaluation.select, *told]))
 
     def short(metrics: Mapping[str, float]) -> dict[str, float]:

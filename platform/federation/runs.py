@@ -1,4 +1,6 @@
-"""Runs that are there already: found by name, fetched, their configuration, privacy account and models read."""
+"""Runs that are there already: found by name, fetched, their configuration, privacy account and
+models read.
+"""
 
 from __future__ import annotations
 
@@ -62,33 +64,40 @@ def stored_config(run_dir: Path, data: Path | None = None) -> RunConfig:
 
 
 def privacy_account(run_dir: Path) -> dict[str, Any]:
-    """The "privacy" block of a run, also of one that is unfinished or still going on, from its own record.
+    """The "privacy" block of a run, also of one that is unfinished or still going on, from its own
+    record.
 
     Raises:
         CrossfedError: a file of the run is damaged.
     """
     config, last = stored_config(run_dir), Checkpoints(run_dir, ()).peek()
     releases = config.resolved.releases(config.method_config())
-    accountant = privacy.Accountant(config.privacy, releases, privacy.read_lines(run_dir / privacy.RECORD))
+    accountant = privacy.Accountant(
+        config.privacy, releases, privacy.read_lines(run_dir / privacy.RECORD)
+    )
     ledger = privacy.read_lines(run_dir / LEDGER)
     try:
         return accountant.report(ledger, last.get("budget_stops", {}) if last else {})
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise CrossfedError(
-            f"A line of {LEDGER} or {privacy.RECORD} in {run_dir} is not what the run wrote ({type(error).__name__}: {error}); "
+            f"A line of {LEDGER} or {privacy.RECORD} in {run_dir} is not what the run wrote "
+            f"({type(error).__name__}: {error}); "
             "restore them from a copy."
         ) from error
 
 
 def load_scorer(run_dir: Path, domain: str) -> Callable[[npt.NDArray[np.int64]], torch.Tensor]:
-    """The finished model of one domain: users (row numbers, int64 [b]) -> scores [b, n_items], seen items not masked.
+    """The finished model of one domain: users (row numbers, int64 [b]) -> scores [b, n_items], seen
+    items not masked.
 
     Raises:
         CrossfedError: the run has not finished or has no such domain.
     """
     path = run_dir / "model" / f"{domain}.safetensors"
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.safetensors"))) or "none yet"
+        known = (
+            ", ".join(sorted(file.stem for file in path.parent.glob("*.safetensors"))) or "none yet"
+        )
         raise CrossfedError(f"{run_dir} holds no model of domain {domain!r}; it has: {known}.")
     method, exported = stored_config(run_dir).resolved, load_file(path)
     return lambda users: method.score_exported(exported, users)

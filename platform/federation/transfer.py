@@ -1,7 +1,9 @@
-"""What is transfer worth? A method beside itself alone, its local variant and itself under controls, over the same seeds.
+"""What is transfer worth? A method beside itself alone, its local variant and itself under
+controls, over the same seeds.
 
-Transfer is joint less solo: the same method with the same configuration, rounds and seeds, once as a federation and once
-with every domain a federation of one. The local variant may have another architecture, and says what the method is worth.
+Transfer is joint less solo: the same method with the same configuration, rounds and seeds, once as
+a federation and once with every domain a federation of one. The local variant may have another
+architecture, and says what the method is worth.
 
 The local variant is declared with the method, in the block `local:` of its YAML file:
 
@@ -11,7 +13,8 @@ The local variant is declared with the method, in the block `local:` of its YAML
       same: [dim, heads]                        # the run's own values of these keys
       product: {epochs: [rounds, local_epochs]} # the product of the run's own values of these keys
 
-All runs are ordinary runs beside the given one: what has finished is taken as it is, what was interrupted is continued.
+All runs are ordinary runs beside the given one: what has finished is taken as it is, what was
+interrupted is continued.
 """
 
 from __future__ import annotations
@@ -52,27 +55,35 @@ class LocalVariant(BaseModel):
     def values(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """The variant's own values, given those of the run; a product with a none in it is none."""
         products = {
-            key: None if any(own[name] is None for name in names) else math.prod(own[name] for name in names)
+            key: None
+            if any(own[name] is None for name in names)
+            else math.prod(own[name] for name in names)
             for key, names in self.product.items()
         }
         return {**{key: own[key] for key in self.same}, **products, **self.config}
 
 
-def local_variant(config: RunConfig, method: str | None = None, sets: Sequence[str] = ()) -> RunConfig:
-    """The run that trains every domain alone, to set a federated run against: same data, protocol, seed and threads.
+def local_variant(
+    config: RunConfig, method: str | None = None, sets: Sequence[str] = ()
+) -> RunConfig:
+    """The run that trains every domain alone, to set a federated run against: same data, protocol,
+    seed and threads.
 
     Args:
         config: the federated run.
-        method: a method in place of the declared one. sets: `key=value` of its own keys, only with `method`.
+        method: a method in place of the declared one. sets: `key=value` of its own keys, only with
+            `method`.
 
     Raises:
-        CrossfedError: nothing is declared and no method is given, or the values do not fit the method.
+        CrossfedError: nothing is declared and no method is given, or the values do not fit the
+            method.
     """
     if method is None:
         block = method_file(config.method).get("local")
         if block is None:
             raise CrossfedError(
-                f"{config.method} declares no local variant (`local:` in its YAML file); name one with --local METHOD."
+                f"{config.method} declares no local variant (`local:` in its YAML file); name "
+                f"one with --local METHOD."
             )
         where = f"local: of {config.method}"
         try:
@@ -86,9 +97,16 @@ def local_variant(config: RunConfig, method: str | None = None, sets: Sequence[s
     else:
         where, chosen, values = f"--local {method}", method, {}
     found = find_method(chosen)
-    if foreign := [text for text in sets if text.partition("=")[0] not in found.Config.model_fields]:
-        raise CrossfedError(f"{where}: unknown key in {foreign[0]!r}{nearest(foreign[0], found.Config.model_fields)}")
-    base = build(chosen, values={"config": config.config} if chosen == config.method else {}, sets=sets).config
+    if foreign := [
+        text for text in sets if text.partition("=")[0] not in found.Config.model_fields
+    ]:
+        raise CrossfedError(
+            f"{where}: unknown key in "
+            f"{foreign[0]!r}{nearest(foreign[0], found.Config.model_fields)}"
+        )
+    base = build(
+        chosen, values={"config": config.config} if chosen == config.method else {}, sets=sets
+    ).config
     try:
         checked = found.Config.model_validate({**base, **values})
     except ValidationError as error:
@@ -138,10 +156,12 @@ def run_arms(
     backend: Literal["ray", "inprocess"] | None = None,
     launch: Callable[..., RunResult] = run_federation,
 ) -> list[Arm]:
-    """All arms over the seeds: that of the given run and those after it. New runs lie beside the given one.
+    """All arms over the seeds: that of the given run and those after it. New runs lie beside the
+    given one.
 
-    Seed after seed, so that an interrupt leaves whole comparisons behind; the same call continues. A controlled run may end
-    with an error, since noise can make a method diverge: that is told in place of its result, and the others go on.
+    Seed after seed, so that an interrupt leaves whole comparisons behind; the same call continues.
+    A controlled run may end with an error, since noise can make a method diverge: that is told in
+    place of its result, and the others go on.
 
     Args:
         run_dir: the honest run, finished, with test metrics.
@@ -156,7 +176,9 @@ def run_arms(
     """
     config = stored_config(run_dir)
     if config.control != "none":
-        raise CrossfedError(f"{run_dir} ran under the control {config.control}; name the honest run.")
+        raise CrossfedError(
+            f"{run_dir} ran under the control {config.control}; name the honest run."
+        )
     if config.evaluated is not None:
         raise CrossfedError(f"{run_dir} measures {config.evaluated.run} again; name that run.")
     if not finished(run_dir):
@@ -164,8 +186,15 @@ def run_arms(
             f"{run_dir} has no test metrics: it has not finished, or it is a trial of a search; "
             f"crossfed run --resume {run_dir} goes on with an interrupted run."
         )
-    wanted = {name: _audited(one, False) for name, one in arms(config, local or local_variant(config)).items()}
-    tracking = {"parent_run_id": None, "params": None, "tags": {**config.tracking.tags, "audit": run_dir.name}}
+    wanted = {
+        name: _audited(one, False)
+        for name, one in arms(config, local or local_variant(config)).items()
+    }
+    tracking = {
+        "parent_run_id": None,
+        "params": None,
+        "tags": {**config.tracking.tags, "audit": run_dir.name},
+    }
     place = {
         "out": run_dir.parent,
         "backend": backend or config.backend,
@@ -222,7 +251,9 @@ def _run(
 
 def _audited(config: RunConfig, wanted: bool) -> RunConfig:
     """The same run with or without the attack at its end, which changes no metric."""
-    return config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"audit": wanted})})
+    return config.model_copy(
+        update={"evaluation": config.evaluation.model_copy(update={"audit": wanted})}
+    )
 
 
 def _like(config: RunConfig, data: Mapping[str, Any]) -> list[Path]:
@@ -235,6 +266,8 @@ def _like(config: RunConfig, data: Mapping[str, Any]) -> list[Path]:
             before = read_json(file)
         except CrossfedError:  # a run that was killed while it began
             continue
-        if before.get("config_hash") in hashes and all(before.get(key) == value for key, value in same.items()):
+        if before.get("config_hash") in hashes and all(
+            before.get(key) == value for key, value in same.items()
+        ):
             found.append(file.parent)
     return found

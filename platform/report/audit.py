@@ -1,7 +1,9 @@
-"""The audit of a run on one page: what left each domain, what an attacker makes of it, what it cost in privacy.
+"""The audit of a run on one page: what left each domain, what an attacker makes of it, what it cost
+in privacy.
 
-Everything is read from the run's directory: the ledger of what crossed, the method's declarations, the attack's numbers in
-`result.json`, the record of perturbed releases, and `controls.json` where transfer controls were run beside it.
+Everything is read from the run's directory: the ledger of what crossed, the method's declarations,
+the attack's numbers in `result.json`, the record of perturbed releases, and `controls.json` where
+transfer controls were run beside it.
 """
 
 from __future__ import annotations
@@ -30,11 +32,17 @@ CONTROLS = "controls.json"
 """The numbers of the transfer controls, in the directory of the run that they belong to."""
 
 EXPLAINED = (
-    "The same runs with every array that a node receives replaced: by noise of the array's own mean and variance, by its own "
-    "rows shuffled, or by what the same sender sent first. What is gained all the same does not come from what crossed."
+    "The same runs with every array that a node receives replaced: by noise of the array's own "
+    "mean and variance, by its own "
+    "rows shuffled, or by what the same sender sent first. What is gained all the same does "
+    "not come from what crossed."
 )
 
-_WAYS = {Direction.UP: "to the server", Direction.DOWN: "from the server", Direction.PEER: "to other domains"}
+_WAYS = {
+    Direction.UP: "to the server",
+    Direction.DOWN: "from the server",
+    Direction.PEER: "to other domains",
+}
 
 
 def audit(run_dir: Path) -> Page:
@@ -48,7 +56,9 @@ def audit(run_dir: Path) -> Page:
     finished = (run_dir / RESULT).is_file()
     result = read_json(run_dir / RESULT) if finished else None
     history = read_lines(run_dir / "history.jsonl")
-    drawn = figures.bytes_per_round(history, figures.About.of(result)) if history and result else None
+    drawn = (
+        figures.bytes_per_round(history, figures.About.of(result)) if history and result else None
+    )
     parts = [
         Section(
             "What left each domain",
@@ -71,13 +81,15 @@ def _about(config: RunConfig, run_dir: Path, finished: bool) -> tuple[str, ...]:
     kind = "synthetic data" if data["manifest"]["synthetic"] else "data"
     name = config.data.name if config.data else "the embedded shops"
     lines = [
-        f"{config.resolved.title} ({config.resolved.paper}); {kind} {name} ({data['fingerprint'][:12]}): "
+        f"{config.resolved.title} ({config.resolved.paper}); {kind} {name} "
+        f"({data['fingerprint'][:12]}): "
         f"{', '.join(data['domains'])}; protocol {config.evaluation.protocol}; seed {config.seed}; "
         f"configuration {config.hash()}."
     ]
     if config.control != "none":
         lines.append(
-            f"This run ran under the transfer control {config.control}: the messages below were sent, but "
+            f"This run ran under the transfer control {config.control}: the messages below "
+            f"were sent, but "
             f"{MEANING[config.control]}."
         )
     if not finished:
@@ -85,21 +97,26 @@ def _about(config: RunConfig, run_dir: Path, finished: bool) -> tuple[str, ...]:
     return tuple(lines)
 
 
-# -- what crossed --------------------------------------------------------------------------------------------------
+# -- what crossed ----------------------------------------------------------------------------------
 
 
 def _told_of_crossing(config: RunConfig, ledger: Sequence[Mapping[str, Any]]) -> str:
     if not ledger:
         return "Nothing: no message has left any domain."
     return (
-        "Every array that crossed, counted where it was sent; user ids and interactions have no declaration in any method, and "
-        "what is not declared does not leave. Beside these arrays, nodes report single numbers to whoever runs the federation "
+        "Every array that crossed, counted where it was sent; user ids and interactions have "
+        "no declaration in any method, and "
+        "what is not declared does not leave. Beside these arrays, nodes report single numbers "
+        "to whoever runs the federation "
         "(losses, metrics), which no receiver sees and no privacy account holds."
     )
 
 
-def crossed(config: RunConfig, ledger: Sequence[Mapping[str, Any]], account: Mapping[str, Any]) -> Grid:
-    """What each domain sent and received, by declared key; domains with the same numbers share a row.
+def crossed(
+    config: RunConfig, ledger: Sequence[Mapping[str, Any]], account: Mapping[str, Any]
+) -> Grid:
+    """What each domain sent and received, by declared key; domains with the same numbers share a
+    row.
 
     Args:
         ledger: rows of the run's `ledger.jsonl`, at least one. account: the run's "privacy" block.
@@ -110,11 +127,19 @@ def crossed(config: RunConfig, ledger: Sequence[Mapping[str, Any]], account: Map
     fields = config.resolved.fields
     found: dict[tuple[Any, ...], list[str]] = {}
     for (direction, stage), part in frame.groupby(["direction", "stage"], sort=False):
-        covering = {key: declared(fields, key, Direction(str(direction))) for key in part["key"].unique()}
-        part = part.assign(field=part["key"].map({key: field.key for key, field in covering.items() if field}))
+        covering = {
+            key: declared(fields, key, Direction(str(direction))) for key in part["key"].unique()
+        }
+        part = part.assign(
+            field=part["key"].map({key: field.key for key, field in covering.items() if field})
+        )
         for (name, domain), rows in part.groupby(["field", "domain"], sort=False):
-            field = next(field for field in fields if field.key == name and field.direction == direction)
-            record = _record(field, rows) | {"left": _perturbed(rows, str(stage), str(direction), account)}
+            field = next(
+                field for field in fields if field.key == name and field.direction == direction
+            )
+            record = _record(field, rows) | {
+                "left": _perturbed(rows, str(stage), str(direction), account)
+            }
             found.setdefault((direction, stage, *record.items()), []).append(str(domain))
     records = [
         {"domains": ", ".join(names), "direction": direction, "stage": stage, **dict(items)}
@@ -134,8 +159,10 @@ def crossed(config: RunConfig, ledger: Sequence[Mapping[str, Any]], account: Map
             for row in records
         ),
         caption=(
-            "By domain and declared key, over the whole run; a message to several receivers counts at each. Bytes are those of "
-            "the arrays, per round those of the rounds in which the key was sent. A key that ends in * stands for all that "
+            "By domain and declared key, over the whole run; a message to several receivers "
+            "counts at each. Bytes are those of "
+            "the arrays, per round those of the rounds in which the key was sent. A key that "
+            "ends in * stands for all that "
             "begin so."
         ),
         records=tuple(records),
@@ -170,7 +197,9 @@ def _grows(field: Field) -> str:
     """What a declared shape grows with."""
     if field.shape is None:
         return "the size of the model"
-    kinds = [word for name, word in (("n_users", "users"), ("n_items", "items")) if name in field.shape]
+    kinds = [
+        word for name, word in (("n_users", "users"), ("n_items", "items")) if name in field.shape
+    ]
     return " and ".join(kinds) or "nothing"
 
 
@@ -180,31 +209,44 @@ def _perturbed(rows: pd.DataFrame, stage: str, direction: str, account: Mapping[
     if f"{stage}: {key} ({direction})" in account["sent_as_it_is"]:
         return "as it is"
     for line in account["domains"].get(sender, {}).get("releases", ()):
-        covers = any(key.startswith(name[:-1]) if name.endswith("*") else key == name for name in line["keys"])
+        covers = any(
+            key.startswith(name[:-1]) if name.endswith("*") else key == name
+            for name in line["keys"]
+        )
         if line["stage"] == stage and covers:
             return f"{line['mechanism'].capitalize()} noise of scale {line['scale']:g}"
     return "perturbed"
 
 
-# -- the attack ----------------------------------------------------------------------------------------------------
+# -- the attack ------------------------------------------------------------------------------------
 
 
 def _attack(config: RunConfig, result: Mapping[str, Any] | None, run_dir: Path) -> Section:
     title = "What an attacker infers from uploaded item vectors"
-    measured = {name: row["audit"] for name, row in (result or {"domains": {}})["domains"].items() if "audit" in row}
+    measured = {
+        name: row["audit"]
+        for name, row in (result or {"domains": {}})["domains"].items()
+        if "audit" in row
+    }
     grid = attack(measured)
     if grid is not None:
         return Section(
             title,
             (
-                "The similarity-based inference attack of FedCRF (arXiv 2604.17681, Table 6) on the vectors that each domain "
-                "sent last: who intercepts them guesses that the users of an item are those of the items most similar to it.",
+                "The similarity-based inference attack of FedCRF (arXiv 2604.17681, Table 6) "
+                "on the vectors that each domain "
+                "sent last: who intercepts them guesses that the users of an item are those of "
+                "the items most similar to it.",
             ),
             (grid,),
         )
     if not any("n_items" in (field.shape or ()) for field in config.resolved.fields):
         return Section(
-            title, ("The method declares nothing with one row per item, so that this attack has nothing to work on.",)
+            title,
+            (
+                "The method declares nothing with one row per item, so that this attack "
+                "has nothing to work on.",
+            ),
         )
     if measured:
         return Section(title, ("No array with one row per item has left in this run.",))
@@ -213,7 +255,8 @@ def _attack(config: RunConfig, result: Mapping[str, Any] | None, run_dir: Path) 
     return Section(
         title,
         (
-            "Not measured: vectors are kept for the attack only where a run asks for it. The same run with it: "
+            "Not measured: vectors are kept for the attack only where a run asks for it. The "
+            "same run with it: "
             f"`crossfed run {run_dir / 'config.yaml'} --set evaluation.audit=true`.",
         ),
     )
@@ -223,7 +266,8 @@ def attack(measured: Mapping[str, Mapping[str, float]]) -> Grid | None:
     """F1 of the attack and its baselines at each Top-K; None where nothing was attacked.
 
     Args:
-        measured: domain -> the "audit" entry of a result: `<key>/f1_at_<k>`, `<key>_random/…`, `<key>_popularity/…`.
+        measured: domain -> the "audit" entry of a result: `<key>/f1_at_<k>`, `<key>_random/…`,
+            `<key>_popularity/…`.
     """
     records: list[dict[str, Any]] = []
     for domain, values in measured.items():
@@ -237,7 +281,9 @@ def attack(measured: Mapping[str, Mapping[str, float]]) -> Grid | None:
                 ("random vectors", "_random"),
                 ("popularity", "_popularity"),
             ):
-                at = {f"f1_at_{k}": f1 for k, f1 in sorted(scores.get(f"{key}{suffix}", {}).items())}
+                at = {
+                    f"f1_at_{k}": f1 for k, f1 in sorted(scores.get(f"{key}{suffix}", {}).items())
+                }
                 records.append({"domain": domain, "key": key, "guess": guess, **at})
     if not records:
         return None
@@ -249,26 +295,37 @@ def attack(measured: Mapping[str, Mapping[str, float]]) -> Grid | None:
             *(Column(f"Top-{name.removeprefix('f1_at_')}", "F1") for name in ks),
         ),
         rows=tuple(
-            (row["domain"], row["key"], row["guess"], *(f"{row[k]:.4f}" if k in row else ABSENT for k in ks))
+            (
+                row["domain"],
+                row["key"],
+                row["guess"],
+                *(f"{row[k]:.4f}" if k in row else ABSENT for k in ks),
+            )
             for row in records
         ),
         caption=(
-            "Mean over items of F1 between an item's training users and the users of the K items guessed: the most similar by "
-            "the uploaded vectors, by random vectors of their width, or the K most popular others. Lower gives less away; what "
+            "Mean over items of F1 between an item's training users and the users of the K "
+            "items guessed: the most similar by "
+            "the uploaded vectors, by random vectors of their width, or the K most popular "
+            "others. Lower gives less away; what "
             "the vectors add to the baselines is what they tell."
         ),
-        records=tuple({name: row.get(name) for name in ("domain", "key", "guess", *ks)} for row in records),
+        records=tuple(
+            {name: row.get(name) for name in ("domain", "key", "guess", *ks)} for row in records
+        ),
     )
 
 
-# -- the privacy account -------------------------------------------------------------------------------------------
+# -- the privacy account ---------------------------------------------------------------------------
 
 
 def _account(block: Mapping[str, Any]) -> Section:
     text = summary(block) or ["no message has left yet"]
     if block["domains"]:
         text += [f"{name}: {how}." for name, how in block["composition"].items()]
-    return Section("The privacy account", tuple(_sentence(line) for line in text), tuple(_releases(block)))
+    return Section(
+        "The privacy account", tuple(_sentence(line) for line in text), tuple(_releases(block))
+    )
 
 
 def _sentence(line: str) -> str:
@@ -298,10 +355,17 @@ def _releases(block: Mapping[str, Any]) -> Iterator[Grid]:
                 *(Column(name) for name in ("messages", "releases", "ε, paper", "ε, whole")),
             ),
             rows=tuple(tuple(_number(value) for value in row.values()) for row in records),
-            caption=f"What left under noise, and what it adds up to; a total at δ = {block['delta']:g} stands above.",
+            caption=f"What left under noise, and what it adds up to; a total at δ = "
+            f"{block['delta']:g} stands above.",
             records=tuple(records),
         )
 
 
 def _number(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
+    return (
+        f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )

@@ -17,12 +17,14 @@ from crossfed.platform.report.rounds import history, upload, weights
 
 
 def run_analyses(run_dir: Path) -> dict[str, Figure]:
-    """Figures of a finished run by file name: users by activity, quality against bytes, aggregation weights.
+    """Figures of a finished run by file name: users by activity, quality against bytes, aggregation
+    weights.
 
     The metric shown is the one that selected.
 
     Args:
-        run_dir: holds `result.json`, `config.yaml`, `history.jsonl` and, where the test split was read, `per_user/`.
+        run_dir: holds `result.json`, `config.yaml`, `history.jsonl` and, where the test split was
+            read, `per_user/`.
     """
     [run] = load_runs([run_dir])
     select = run.settings["evaluation.select"]
@@ -31,7 +33,9 @@ def run_analyses(run_dir: Path) -> dict[str, Figure]:
         wanted["cohorts"] = lambda: cohorts([run], select)
     if any(run.result["bytes"]["up"].values()) and _evaluated(run) > 1:
         wanted["upload"] = lambda: upload([run], select)
-    if any(key.startswith(f"train/{SERVER}/weight_") for row in history(run) for key in row["metrics"]):
+    if any(
+        key.startswith(f"train/{SERVER}/weight_") for row in history(run) for key in row["metrics"]
+    ):
         wanted["weights"] = lambda: weights(run)
     return {name: draw().figure for name, draw in wanted.items()}
 

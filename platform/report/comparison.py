@@ -1,4 +1,6 @@
-"""Finished runs side by side: one table over seeds with best, second and daggers, and the tests behind it."""
+"""Finished runs side by side: one table over seeds with best, second and daggers, and the tests
+behind it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from crossfed.platform.report.tables import ABSENT, Cell, Column, Grid, p_value,
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """A comparison: the table, and the tests behind its daggers: over users and over seeds, as far as any were made."""
+    """A comparison: the table, and the tests behind its daggers: over users and over seeds, as far
+    as any were made.
+    """
 
     table: Grid
     tests: tuple[Grid, ...]
@@ -62,15 +66,23 @@ def comparison(
     names = [metric_name(name) for name in metrics] or default_metrics(runs, split)
     known = list(runs[0].result["domains"])
     if unknown := [name for name in domains or () if name not in known]:
-        raise CrossfedError(f"There is no domain {unknown[0]!r} in these runs; there are {', '.join(known)}.")
+        raise CrossfedError(
+            f"There is no domain {unknown[0]!r} in these runs; there are {', '.join(known)}."
+        )
     columns = [(domain, name) for domain in domains or known for name in names]
     groups = grouped(runs)
     base = baselines_of(runs, against)
     values = {
-        label: {(d, m): {run.result["seed"]: value(run, d, split, m) for run in members} for d, m in columns}
+        label: {
+            (d, m): {run.result["seed"]: value(run, d, split, m) for run in members}
+            for d, m in columns
+        }
         for label, members in groups.items()
     }
-    means = {label: {c: statistics.fmean(v.values()) for c, v in row.items()} for label, row in values.items()}
+    means = {
+        label: {c: statistics.fmean(v.values()) for c, v in row.items()}
+        for label, row in values.items()
+    }
     found: list[Effect] = []
     if split == "test":
         found = effects(groups, columns, values, base)
@@ -104,7 +116,8 @@ def _table(
     marks = {(effect.label, effect.domain, effect.metric): effect for effect in found}
     ranked = [label for label, members in groups.items() if not members[0].pooled] or list(groups)
     top: dict[tuple[str, str], list[float]] = {
-        column: sorted({means[label][column] for label in ranked}, reverse=True) for column in columns
+        column: sorted({means[label][column] for label in ranked}, reverse=True)
+        for column in columns
     }
     rows, records = [], []
     for label, members in groups.items():
@@ -117,13 +130,19 @@ def _table(
             second = label in ranked and len(top[column]) > 1 and mean == top[column][1]
             effect = marks.get((label, *column))
             cells.append(Cell(spread(mean, deviation), best, second, effect.mark if effect else ""))
-            records.append(_record(members[0], column, split, mean, deviation, best, seeds) | _tested(effect))
+            records.append(
+                _record(members[0], column, split, mean, deviation, best, seeds) | _tested(effect)
+            )
         rows.append(tuple(cells))
     foot: list[Cell | str] = [f"best over {_called(groups, base)}", ""]
     for column in columns:
         own = max((means[label][column] for label in ranked if label not in base), default=math.nan)
         best_base = max(means[label][column] for label in base)
-        foot.append(f"{100 * (own - best_base) / best_base:+.1f} %" if best_base and not math.isnan(own) else ABSENT)
+        foot.append(
+            f"{100 * (own - best_base) / best_base:+.1f} %"
+            if best_base and not math.isnan(own)
+            else ABSENT
+        )
     return Grid(
         title=f"{split.capitalize()} metrics",
         columns=(
@@ -138,12 +157,18 @@ def _table(
     )
 
 
-def _floors(runs: Sequence[Finished], columns: Sequence[tuple[str, str]], split: Split) -> list[tuple[Cell | str, ...]]:
-    """Rows of what nobody has to learn: popularity, where the runs measured it, and chance under a sampled protocol."""
+def _floors(
+    runs: Sequence[Finished], columns: Sequence[tuple[str, str]], split: Split
+) -> list[tuple[Cell | str, ...]]:
+    """Rows of what nobody has to learn: popularity, where the runs measured it, and chance under a
+    sampled protocol.
+    """
     found: list[tuple[Cell | str, ...]] = []
     if split == "test":
         measured = [
-            next((v for run in runs if (v := _popularity(run, domain).get(metric)) is not None), None)
+            next(
+                (v for run in runs if (v := _popularity(run, domain).get(metric)) is not None), None
+            )
             for domain, metric in columns
         ]
         if any(number is not None for number in measured):
@@ -172,19 +197,26 @@ def _caption(
 ) -> str:
     result = runs[0].result
     kind = "synthetic data" if result["data"].get("synthetic") else "data"
-    among = ", ".join(f"{name} {candidates(result, name, split)}" for name in dict.fromkeys(domains))
+    among = ", ".join(
+        f"{name} {candidates(result, name, split)}" for name in dict.fromkeys(domains)
+    )
     told = [
         f"{split.capitalize()} metrics, mean ± standard deviation over seeds"
         f"{'; best in bold, second underlined' if len(groups) > 1 else ''}. "
-        f"{kind.capitalize()} {result['data']['name']} ({result['data_fingerprint'][:12]}), protocol {told_protocol(result)}, "
+        f"{kind.capitalize()} {result['data']['name']} ({result['data_fingerprint'][:12]}), "
+        f"protocol {told_protocol(result)}, "
         f"split seed {result.get('split_seed', 'unknown')}; candidates {among}."
     ]
     if any(run.pooled for run in runs):
-        told.append("Rows that are not private saw all domains' interactions together and are not ranked.")
+        told.append(
+            "Rows that are not private saw all domains' interactions together and are not ranked."
+        )
     if found:
         told.append(
-            f"Better than the best {_called(groups, base)} ({', '.join(base)}), p < {LEVEL:g} after Holm: "
-            f"{OVER_USERS} over users (paired t and Wilcoxon, both), {OVER_SEEDS} over seeds (paired t)."
+            f"Better than the best {_called(groups, base)} ({', '.join(base)}), p < {LEVEL:g} "
+            f"after Holm: "
+            f"{OVER_USERS} over users (paired t and Wilcoxon, both), {OVER_SEEDS} over seeds "
+            f"(paired t)."
         )
     return " ".join(told)
 
@@ -263,9 +295,12 @@ def _over_users(found: Sequence[Effect], what: str) -> Grid:
         ),
         rows=tuple(rows),
         caption=(
-            f"Method less the best {what} of each column, test split, user by user; values averaged over each row's seeds. 95 % "
-            "interval of the mean difference by Student's t; p is the larger of those of the paired t-test and of Wilcoxon's "
-            "signed-rank test, each adjusted by Holm's method over this table; Cohen's d is mean by standard deviation of the "
+            f"Method less the best {what} of each column, test split, user by user; values "
+            f"averaged over each row's seeds. 95 % "
+            "interval of the mean difference by Student's t; p is the larger of those of the "
+            "paired t-test and of Wilcoxon's "
+            "signed-rank test, each adjusted by Holm's method over this table; Cohen's d is "
+            "mean by standard deviation of the "
             "differences."
         ),
         records=_records(found),
@@ -274,16 +309,29 @@ def _over_users(found: Sequence[Effect], what: str) -> Grid:
 
 def _over_seeds(found: Sequence[Effect], what: str) -> Grid:
     rows = [
-        (*_difference(_paired(effect, seeds)), _interval(seeds), _p(effect.seeds_p), f"{seeds.d:+.2f}", str(seeds.n))
+        (
+            *_difference(_paired(effect, seeds)),
+            _interval(seeds),
+            _p(effect.seeds_p),
+            f"{seeds.d:+.2f}",
+            str(seeds.n),
+        )
         for effect in found
         if (seeds := effect.seeds) is not None
     ]
     return Grid(
         title="Differences over seeds",
-        columns=(*_COMPARED, Column("95 % interval"), Column("p"), Column("Cohen's d"), Column("seeds")),
+        columns=(
+            *_COMPARED,
+            Column("95 % interval"),
+            Column("p"),
+            Column("Cohen's d"),
+            Column("seeds"),
+        ),
         rows=tuple(rows),
         caption=(
-            f"Method less the best {what} of each column, test split, seed by seed on the seeds of both. 95 % interval by "
+            f"Method less the best {what} of each column, test split, seed by seed on the "
+            f"seeds of both. 95 % interval by "
             "Student's t; p of the paired t-test, adjusted by Holm's method over this table."
         ),
         records=_records(found),
@@ -302,11 +350,19 @@ _COMPARED = (
 
 def _difference(effect: Effect) -> tuple[str, ...]:
     relative = ABSENT if math.isnan(effect.relative) else f"{100 * effect.relative:+.1f} %"
-    return effect.label, effect.against, effect.domain, pretty(effect.metric), f"{effect.difference:+.4f}", relative
+    return (
+        effect.label,
+        effect.against,
+        effect.domain,
+        pretty(effect.metric),
+        f"{effect.difference:+.4f}",
+        relative,
+    )
 
 
 def _paired(effect: Effect, seeds: Comparison) -> Effect:
-    """An effect with the difference on the seeds of both rows in place of that of the rows' means."""
+    """An effect with the difference on the seeds of both rows in place of that of the rows' means.
+    """
     return replace(effect, difference=seeds.difference, base=effect.seeds_base)
 
 
@@ -315,7 +371,9 @@ def _p(p: float | None) -> str:
 
 
 def _records(found: Sequence[Effect]) -> tuple[dict[str, Any], ...]:
-    return tuple({"method": e.label, "domain": e.domain, "metric": e.metric, **_tested(e)} for e in found)
+    return tuple(
+        {"method": e.label, "domain": e.domain, "metric": e.metric, **_tested(e)} for e in found
+    )
 
 
 def _interval(found: Comparison) -> str:

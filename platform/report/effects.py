@@ -1,11 +1,14 @@
-"""What the differences between finished runs and the best baseline are worth; `comparison` makes tables of it.
+"""What the differences between finished runs and the best baseline are worth; `comparison` makes
+tables of it.
 
-A row's value is its mean over seeds. Every row that is no baseline is set against the best baseline of each column, twice: user
-by user (paired t-test and Wilcoxon's signed-rank test on values averaged over each row's seeds) and seed by seed (paired t-test
-on the domain's metric, over the seeds that both have). Each kind of test is corrected over the whole table by Holm's method.
+A row's value is its mean over seeds. Every row that is no baseline is set against the best baseline
+of each column, twice: user by user (paired t-test and Wilcoxon's signed-rank test on values
+averaged over each row's seeds) and seed by seed (paired t-test on the domain's metric, over the
+seeds that both have). Each kind of test is corrected over the whole table by Holm's method.
 
-A dagger over users needs both tests: most users' metrics are zero under both methods, which Wilcoxon's test drops, so that it
-can call a difference significant while the interval of the mean, which the table shows, holds zero.
+A dagger over users needs both tests: most users' metrics are zero under both methods, which
+Wilcoxon's test drops, so that it can call a difference significant while the interval of the mean,
+which the table shows, holds zero.
 """
 
 from __future__ import annotations
@@ -34,11 +37,13 @@ class Effect:
     """One row less the best baseline, in one domain and metric.
 
     Attributes:
-        difference: of the means over all seeds. base: the baseline's mean, to which `relative` relates.
-        users: user by user; None for metrics without a value per user. users_p: the larger of its t-test's and Wilcoxon's
-            p-values, each after Holm.
-        seeds: seed by seed; None with fewer than two common seeds, or where the difference is the same for all of them.
-            seeds_base: the baseline's mean over the common seeds. seeds_p: its t-test's p-value after Holm.
+        difference: of the means over all seeds. base: the baseline's mean, to which `relative`
+            relates.
+        users: user by user; None for metrics without a value per user. users_p: the larger of its
+            t-test's and Wilcoxon's p-values, each after Holm.
+        seeds: seed by seed; None with fewer than two common seeds, or where the difference is the
+            same for all of them. seeds_base: the baseline's mean over the common seeds. seeds_p:
+            its t-test's p-value after Holm.
     """
 
     label: str
@@ -63,7 +68,8 @@ class Effect:
         """Daggers: better by the test over users, and by the one over seeds."""
         up = self.difference > 0
         by_users = self.users is not None and self.users_p is not None and self.users_p < LEVEL
-        agreed = up and self.users is not None and self.users.rank_biserial > 0  # means and ranks can disagree
+        # means and ranks can disagree
+        agreed = up and self.users is not None and self.users.rank_biserial > 0
         paired = (
             up and self.seeds is not None and self.seeds.difference > 0
         )  # rows may have other seeds besides the common
@@ -88,12 +94,14 @@ def value(run: Finished, domain: str, split: Split, metric: str) -> float:
     measured = run.result["domains"][domain].get(split, {})
     if metric not in measured:
         raise CrossfedError(
-            f"{run.origin} has no {split} {metric} for {domain}; it has {', '.join(measured) or 'no metrics of that split'}."
+            f"{run.origin} has no {split} {metric} for {domain}; it has "
+            f"{', '.join(measured) or 'no metrics of that split'}."
         )
     found = float(measured[metric])
     if not math.isfinite(found):
         raise CrossfedError(
-            f"The {split} {metric} of {run.origin} for {domain} is {found}: its result is damaged; run it again."
+            f"The {split} {metric} of {run.origin} for {domain} is {found}: its result is "
+            f"damaged; run it again."
         )
     return found
 
@@ -106,7 +114,9 @@ def per_user(runs: Sequence[Finished], domain: str) -> pd.DataFrame:
     """
     tables = [_per_user(run.path, domain) for run in runs]
     if any(not table.index.equals(tables[0].index) for table in tables[1:]):
-        raise CrossfedError(f"The runs of {runs[0].label} were measured on different users of {domain}.")
+        raise CrossfedError(
+            f"The runs of {runs[0].label} were measured on different users of {domain}."
+        )
     return sum(tables[1:], start=tables[0]) / len(tables)
 
 
@@ -119,7 +129,9 @@ def _per_user(path: Path, domain: str) -> pd.DataFrame:
 
 
 def default_metrics(runs: Sequence[Finished], split: Split = "test") -> list[str]:
-    """The metric that selects, and the NDCG at its cut-off, as far as all runs measured them; else the first they all have."""
+    """The metric that selects, and the NDCG at its cut-off, as far as all runs measured them; else
+    the first they all have.
+    """
     shared = [
         name
         for name in next(iter(runs[0].result["domains"].values())).get(split, {})
@@ -136,8 +148,9 @@ def baselines_of(runs: Sequence[Finished], named: Sequence[str] = ()) -> list[st
     """The rows that others are set against.
 
     Args:
-        named: labels, or methods, which stand for all of their rows. Without any: methods that exchange nothing, and where
-            there are none, or only such, the first row; never one that saw pooled data, unless there are only such.
+        named: labels, or methods, which stand for all of their rows. Without any: methods that
+            exchange nothing, and where there are none, or only such, the first row; never one that
+            saw pooled data, unless there are only such.
 
     Raises:
         CrossfedError: there is no such row.
@@ -146,13 +159,19 @@ def baselines_of(runs: Sequence[Finished], named: Sequence[str] = ()) -> list[st
     if named:
         chosen = []
         for name in named:
-            of_method = [label for label, members in groups.items() if members[0].result["method"] == name]
+            of_method = [
+                label for label, members in groups.items() if members[0].result["method"] == name
+            ]
             rows = [name] if name in groups else of_method
             if not rows:
-                raise CrossfedError(f"There is no row {name!r} to compare with; there are {', '.join(groups)}.")
+                raise CrossfedError(
+                    f"There is no row {name!r} to compare with; there are {', '.join(groups)}."
+                )
             chosen += rows
         return list(dict.fromkeys(chosen))
-    local = [label for label, members in groups.items() if members[0].result.get("scope") == "local"]
+    local = [
+        label for label, members in groups.items() if members[0].result.get("scope") == "local"
+    ]
     private = [label for label, members in groups.items() if not members[0].pooled] or list(groups)
     return local if 0 < len(local) < len(private) else private[:1]
 
@@ -181,7 +200,10 @@ def effects(
                 _over_seeds(own, other),
             )
     paired = {key: users for key, (_, users, _) in found.items() if users is not None}
-    by_t, by_rank = (holm({key: getattr(users, p) for key, users in paired.items()}) for p in ("t_p", "wilcoxon_p"))
+    by_t, by_rank = (
+        holm({key: getattr(users, p) for key, users in paired.items()})
+        for p in ("t_p", "wilcoxon_p")
+    )
     by_seeds = holm({key: seeds.t_p for key, (_, _, seeds) in found.items() if seeds is not None})
     told = []
     for key, (best, users, seeds) in found.items():
@@ -199,11 +221,18 @@ def effects(
     return told
 
 
-def _over_users(own: Sequence[Finished], other: Sequence[Finished], domain: str, metric: str) -> Comparison | None:
+def _over_users(
+    own: Sequence[Finished], other: Sequence[Finished], domain: str, metric: str
+) -> Comparison | None:
     mine, theirs = per_user(own, domain), per_user(other, domain)
     if metric not in mine or metric not in theirs:
         return None
-    return compare(mine.index.to_numpy(), mine[metric].to_numpy(), theirs.index.to_numpy(), theirs[metric].to_numpy())
+    return compare(
+        mine.index.to_numpy(),
+        mine[metric].to_numpy(),
+        theirs.index.to_numpy(),
+        theirs[metric].to_numpy(),
+    )
 
 
 def _over_seeds(own: dict[int, float], other: dict[int, float]) -> Comparison | None:
@@ -212,4 +241,5 @@ def _over_seeds(own: dict[int, float], other: dict[int, float]) -> Comparison | 
     if len(shared) < 2:
         return None
     found = compare(shared, mine, shared, theirs)
-    return None if math.isinf(found.d) else found  # what no seed moves is one observation, however often it is made
+    # what no seed moves is one observation, however often it is made
+    return None if math.isinf(found.d) else found

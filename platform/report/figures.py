@@ -1,7 +1,8 @@
 """Figures of a run, drawn on matplotlib's object interface (no global state, no display).
 
-A history is a list of rows, one per round: {"stage", "round", "step", "metrics", "bytes_up", "bytes_down", "seconds"}, where
-`step` counts rounds over all stages and `metrics` holds `val/<domain>/<metric>` and `train/<node>/<name>`.
+A history is a list of rows, one per round: {"stage", "round", "step", "metrics", "bytes_up",
+"bytes_down", "seconds"}, where `step` counts rounds over all stages and `metrics` holds
+`val/<domain>/<metric>` and `train/<node>/<name>`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ class About:
     def of(cls, result: Mapping[str, Any]) -> About:
         """From a run's `result.json`."""
         control = result.get("control", "none")
-        told = [part for part in (result.get("preset"), "" if control == "none" else f"control {control}") if part]
+        told = [
+            part
+            for part in (result.get("preset"), "" if control == "none" else f"control {control}")
+            if part
+        ]
         synthetic = "synthetic " if result["data"]["synthetic"] else ""
         name = result["data"]["name"]
         return cls(
@@ -95,20 +100,27 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def validation_curves(
-    history: History, about: About, selected: Mapping[str, int], metrics: Sequence[str] | None = None
+    history: History,
+    about: About,
+    selected: Mapping[str, int],
+    metrics: Sequence[str] | None = None,
 ) -> Figure | None:
-    """Validation metrics against rounds, one panel per metric and one line per domain, the selected round marked.
+    """Validation metrics against rounds, one panel per metric and one line per domain, the selected
+    round marked.
 
     Args:
         selected: domain -> the step whose state the run selected; a domain without one has no mark.
-        metrics: e.g. ("recall_at_20",). By default the metric that selects and, beside it, an NDCG at the same cut-off.
+        metrics: e.g. ("recall_at_20",). By default the metric that selects and, beside it, an NDCG
+            at the same cut-off.
 
     Returns:
         The figure, or None when nothing was evaluated.
     """
     recorded = _series(history, "val")
     metrics = tuple(metrics) if metrics is not None else _main_metrics(recorded)
-    shown = {m: {d: s for (d, name), s in recorded.items() if name == m and d != "mean"} for m in metrics}
+    shown = {
+        m: {d: s for (d, name), s in recorded.items() if name == m and d != "mean"} for m in metrics
+    }
     shown = {m: lines for m, lines in shown.items() if lines}
     if not shown:
         return None
@@ -119,7 +131,16 @@ def validation_curves(
             colour, marker = style[domain]
             _line(axis, steps, values, colour, marker)
             for place in np.flatnonzero(steps == selected.get(domain)):
-                axis.plot(steps[place], values[place], "*", color=colour, ms=15, mec="white", mew=1.2, zorder=5)
+                axis.plot(
+                    steps[place],
+                    values[place],
+                    "*",
+                    color=colour,
+                    ms=15,
+                    mec="white",
+                    mew=1.2,
+                    zorder=5,
+                )
         _stages(axis, history)
         axis.set_ylabel(pretty(metric))
     first = next(iter(shown))
@@ -140,7 +161,9 @@ def loss_curves(history: History, about: About) -> Figure | None:
         The figure, or None when the steps reported none.
     """
     recorded = _series(history, "train")
-    names = sorted({name for _, name in recorded if "loss" in name}, key=lambda name: (name != "loss", name))
+    names = sorted(
+        {name for _, name in recorded if "loss" in name}, key=lambda name: (name != "loss", name)
+    )
     return _reported(history, recorded, names[:9], "Training", about)
 
 
@@ -154,7 +177,9 @@ def diagnostics(history: History, about: About) -> Figure | None:
     """
     recorded = _series(history, "train")
     apart = ("weight_", "cosine_", "seconds")
-    names = sorted({name for _, name in recorded if "loss" not in name and not name.startswith(apart)})
+    names = sorted(
+        {name for _, name in recorded if "loss" not in name and not name.startswith(apart)}
+    )
     return _reported(history, recorded, names[:9], "Diagnostics", about)
 
 
@@ -183,41 +208,56 @@ def _reported(
 
 
 def codebook_use(tokeniser: Mapping[str, Any], about: About) -> Figure:
-    """How semantic IDs use their codebooks: perplexity and dead codes per level, and colliding items per domain.
+    """How semantic IDs use their codebooks: perplexity and dead codes per level, and colliding
+    items per domain.
 
     Args:
         tokeniser: a run's `result["tokeniser"]`.
     """
     figure, axes = panels(3, "Semantic IDs", about.line(), 3.6)
     levels = np.arange(1, tokeniser["levels"] + 1)
-    for axis, key, label in ((axes[0], "perplexity", "perplexity"), (axes[1], "dead_codes", "codes without an item")):
+    for axis, key, label in (
+        (axes[0], "perplexity", "perplexity"),
+        (axes[1], "dead_codes", "codes without an item"),
+    ):
         axis.bar(levels, tokeniser[key], color=COLOURS[0], width=0.6)
         axis.set_xticks(levels)
         axis.set_xlabel("level")
         axis.set_ylabel(f"{label}, of {tokeniser['codebook']} codes")
         axis.set_ylim(0, tokeniser["codebook"])
     rates = tokeniser["collision_rate"]
-    axes[2].bar(range(len(rates)), [100 * rate for rate in rates.values()], color=COLOURS[1], width=0.6)
-    axes[2].set_xticks(range(len(rates)), list(rates), rotation=20 if sum(map(len, rates)) > 30 else 0)
+    axes[2].bar(
+        range(len(rates)), [100 * rate for rate in rates.values()], color=COLOURS[1], width=0.6
+    )
+    axes[2].set_xticks(
+        range(len(rates)), list(rates), rotation=20 if sum(map(len, rates)) > 30 else 0
+    )
     axes[2].set_ylabel("items that share an ID, %")
     return figure
 
 
 def bytes_per_round(history: History, about: About) -> Figure | None:
-    """Bytes sent up to the server or to other domains, and received, in every round of the stages that send anything.
+    """Bytes sent up to the server or to other domains, and received, in every round of the stages
+    that send anything.
 
     Returns:
         The figure, or None when nothing was ever sent.
     """
     sending = {row["stage"] for row in history if row["bytes_up"] or row["bytes_down"]}
-    silent = [stage for stage in dict.fromkeys(row["stage"] for row in history) if stage not in sending]
+    silent = [
+        stage for stage in dict.fromkeys(row["stage"] for row in history) if stage not in sending
+    ]
     history = [row for row in history if row["stage"] in sending]
     steps = np.array([row["step"] for row in history], float)
-    counts = {side: np.array([row[f"bytes_{side}"] for row in history], float) for side in ("up", "down")}
+    counts = {
+        side: np.array([row[f"bytes_{side}"] for row in history], float) for side in ("up", "down")
+    }
     if not sending:
         return None
     figure, [axis] = _grid(1, "Bytes per round", about)
-    for offset, (side, colour) in zip((-0.2, 0.2), (("up", COLOURS[0]), ("down", COLOURS[4])), strict=True):
+    for offset, (side, colour) in zip(
+        (-0.2, 0.2), (("up", COLOURS[0]), ("down", COLOURS[4])), strict=True
+    ):
         label = f"{side}  (total {size(counts[side].sum())})"
         if len(steps) <= 60:
             axis.bar(steps + offset, counts[side], width=0.4, color=colour, label=label)
@@ -234,14 +274,17 @@ def bytes_per_round(history: History, about: About) -> Figure | None:
 
 
 def prototypes(vectors: Mapping[str, Array], kind: str, about: About) -> Figure:
-    """Cosine heat map and principal components of each domain's prototypes (as in P2P-IAGR, Figure 6).
+    """Cosine heat map and principal components of each domain's prototypes (as in P2P-IAGR, Figure
+    6).
 
     Args:
         vectors: domain -> float [K, d]. kind: what they are, e.g. "user prototypes".
     """
     from sklearn.decomposition import PCA
 
-    figure, axes = panels(2 * len(vectors), kind.capitalize(), about.line(), columns=max(2, len(vectors)))
+    figure, axes = panels(
+        2 * len(vectors), kind.capitalize(), about.line(), columns=max(2, len(vectors))
+    )
     if len(vectors) == 1:
         maps, scatters = axes[:1], axes[1:]
     else:
@@ -254,14 +297,20 @@ def prototypes(vectors: Mapping[str, Array], kind: str, about: About) -> Figure:
         heat.set_xlabel("prototype")
         heat.set_ylabel("prototype")
         others = np.abs(cosine[~np.eye(len(cosine), dtype=bool)])
-        told = f": mean |cos| {others.mean():.2f}, largest {others.max():.2f}" if len(cosine) > 1 else ""
+        told = (
+            f": mean |cos| {others.mean():.2f}, largest {others.max():.2f}"
+            if len(cosine) > 1
+            else ""
+        )
         heat.set_title(f"{name}{told}", fontsize=10)
         components = min(2, *table.shape)
         places = PCA(components).fit_transform(table) if len(table) > 1 else np.zeros((1, 2))
         x, y = places[:, 0], places[:, 1] if places.shape[1] > 1 else np.zeros(len(places))
         plane.scatter(x, y, marker="*", s=90, color=COLOURS[1], edgecolors="white", linewidths=0.5)
         for index, place in enumerate(zip(x, y, strict=True)):
-            plane.annotate(str(index), place, xytext=(4, 4), textcoords="offset points", fontsize=7, color=GREY)
+            plane.annotate(
+                str(index), place, xytext=(4, 4), textcoords="offset points", fontsize=7, color=GREY
+            )
         plane.xaxis.set_major_locator(MaxNLocator(nbins=5))
         plane.set_xlabel("first principal component")
         plane.set_ylabel("second principal component")
@@ -277,8 +326,11 @@ def cosines(table: Array) -> Array:
     return np.asarray(unit @ unit.T)
 
 
-def model_figures(folder: Path, domains: Sequence[str], result: Mapping[str, Any]) -> dict[str, Figure]:
-    """Figures of what a run exported: one for every tensor whose name ends in `_prototypes`, by file name.
+def model_figures(
+    folder: Path, domains: Sequence[str], result: Mapping[str, Any]
+) -> dict[str, Figure]:
+    """Figures of what a run exported: one for every tensor whose name ends in `_prototypes`, by
+    file name.
 
     Args:
         folder: holds `<domain>.safetensors`.
@@ -290,11 +342,16 @@ def model_figures(folder: Path, domains: Sequence[str], result: Mapping[str, Any
         for key, value in load_file(folder / f"{name}.safetensors").items():
             if key.endswith("_prototypes") and value.ndim == 2:
                 found.setdefault(key, {})[name] = value
-    return {key: prototypes(vectors, key.replace("_", " "), About.of(result)) for key, vectors in found.items()}
+    return {
+        key: prototypes(vectors, key.replace("_", " "), About.of(result))
+        for key, vectors in found.items()
+    }
 
 
 def _series(history: History, kind: str) -> dict[tuple[str, str], tuple[Array, Array]]:
-    """(node, name) -> steps and values, for all metrics `kind/<node>/<name>`; NaN between stages, which breaks the line."""
+    """(node, name) -> steps and values, for all metrics `kind/<node>/<name>`; NaN between stages,
+    which breaks the line.
+    """
     found: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
     stage = None
     for row in history:
@@ -310,21 +367,34 @@ def _series(history: History, kind: str) -> dict[tuple[str, str], tuple[Array, A
                 steps, values = found.setdefault((node, name), ([], []))
                 steps.append(row["step"])
                 values.append(value)
-    return {key: (np.array(steps), np.array(values, float)) for key, (steps, values) in found.items()}
+    return {
+        key: (np.array(steps), np.array(values, float)) for key, (steps, values) in found.items()
+    }
 
 
 def _main_metrics(recorded: Mapping[tuple[str, str], Any]) -> tuple[str, ...]:
-    """The metric that selects (the only one with a mean over domains) and the NDCG at its cut-off."""
+    """The metric that selects (the only one with a mean over domains) and the NDCG at its cut-off.
+    """
     names = list(dict.fromkeys(name for _, name in recorded))
     chosen = [name for node, name in recorded if node == "mean"][:1] or names[:1]
-    chosen += [n for n in names if chosen and n == f"ndcg_at_{chosen[0].rpartition('_at_')[2]}" and n not in chosen]
+    chosen += [
+        n
+        for n in names
+        if chosen and n == f"ndcg_at_{chosen[0].rpartition('_at_')[2]}" and n not in chosen
+    ]
     return tuple(chosen)
 
 
 def panels(
-    count: int, title: str, about: str, height: float = 4.2, columns: int | None = None, each: float = 2.8
+    count: int,
+    title: str,
+    about: str,
+    height: float = 4.2,
+    columns: int | None = None,
+    each: float = 2.8,
 ) -> tuple[Figure, list[Axes]]:
-    """A figure in the product's style: panels in rows, a title, and a line that says what it is about.
+    """A figure in the product's style: panels in rows, a title, and a line that says what it is
+    about.
 
     Args:
         count: number of panels.
@@ -367,11 +437,21 @@ def _grid(count: int, title: str, about: About, height: float = 4.2) -> tuple[Fi
 
 
 def _line(axis: Axes, steps: Array, values: Array, colour: str, marker: str) -> None:
-    axis.plot(steps, values, color=colour, lw=1.8, marker=marker, ms=4.5, markevery=max(1, len(steps) // 12))
+    axis.plot(
+        steps,
+        values,
+        color=colour,
+        lw=1.8,
+        marker=marker,
+        ms=4.5,
+        markevery=max(1, len(steps) // 12),
+    )
 
 
 def _stages(axis: Axes, history: History) -> None:
-    """The whole run's range of rounds, a line where one stage ends and the next begins, and the stages' names on top."""
+    """The whole run's range of rounds, a line where one stage ends and the next begins, and the
+    stages' names on top.
+    """
     first, last = history[0]["step"], history[-1]["step"]
     margin = 0.5 + 0.01 * (last - first)
     axis.set_xlim(first - margin, last + margin)
@@ -389,7 +469,9 @@ def _stages(axis: Axes, history: History) -> None:
 
 
 def styles(names: Any) -> dict[str, tuple[str, str]]:
-    """Name -> colour and marker, by order of appearance; the server last, so that domains look the same everywhere."""
+    """Name -> colour and marker, by order of appearance; the server last, so that domains look the
+    same everywhere.
+    """
     unique = sorted(dict.fromkeys(names), key=lambda name: name == SERVER)
     return {n: (COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]) for i, n in enumerate(unique)}
 
@@ -400,7 +482,9 @@ def hatch(place: int) -> str:
 
 
 def no_closer(axis: Axes, share: float = 0.02) -> None:
-    """Let an axis of values show at least that share of what stands in its middle, so that nothing looks like much."""
+    """Let an axis of values show at least that share of what stands in its middle, so that nothing
+    looks like much.
+    """
     low, high = axis.get_ylim()
     middle, half = (low + high) / 2, share * abs(low + high) / 4
     if high - low < 2 * half:
@@ -408,9 +492,15 @@ def no_closer(axis: Axes, share: float = 0.02) -> None:
 
 
 def _legend(
-    figure: Figure, style: Mapping[str, tuple[str, str]], labels: Mapping[str, str], more: Sequence[Line2D] = ()
+    figure: Figure,
+    style: Mapping[str, tuple[str, str]],
+    labels: Mapping[str, str],
+    more: Sequence[Line2D] = (),
 ) -> None:
-    handles = [Line2D([], [], color=c, marker=m, ms=5, lw=1.8, label=labels[n]) for n, (c, m) in style.items()]
+    handles = [
+        Line2D([], [], color=c, marker=m, ms=5, lw=1.8, label=labels[n])
+        for n, (c, m) in style.items()
+    ]
     below(figure, [*handles, *more])
 
 
@@ -419,4 +509,10 @@ def below(figure: Figure, handles: Sequence[Artist]) -> None:
     longest = max((len(str(handle.get_label())) for handle in handles), default=1)
     room = figure.get_figwidth() * 12  # characters of its font
     columns = max(1, min(len(handles), int(room / (longest + 6)), 4))
-    figure.legend(handles=list(handles), loc="outside lower center", ncols=columns, frameon=False, fontsize=TYPE)
+    figure.legend(
+        handles=list(handles),
+        loc="outside lower center",
+        ncols=columns,
+        frameon=False,
+        fontsize=TYPE,
+    )

@@ -1,7 +1,9 @@
-"""Where finished runs come from: run directories, the final runs of a study, what a filter finds in an MLflow store.
+"""Where finished runs come from: run directories, the final runs of a study, what a filter finds in
+an MLflow store.
 
-All three give the same thing, a directory with `result.json` and what lies beside it. Runs found in MLflow are copied from
-its artifacts, so that a comparison needs no access to the machine that ran them.
+All three give the same thing, a directory with `result.json` and what lies beside it. Runs found in
+MLflow are copied from its artifacts, so that a comparison needs no access to the machine that ran
+them.
 """
 
 from __future__ import annotations
@@ -28,18 +30,44 @@ from crossfed.platform.yaml_text import load_yaml
 Split = Literal["validation", "test"]
 
 QUERY = "mlflow:"
-"""A source that begins so is a filter in MLflow's search syntax, e.g. "mlflow:tags.data = 'beauty-office'"."""
+"""A source that begins so is a filter in MLflow's search syntax, e.g. "mlflow:tags.data =
+'beauty-office'".
+"""
 STUDY = "study.yaml"
 FINAL = "final-seed-*[0-9]"
-"""The folders of a study's final runs; those of a former winner are named `final-seed-N-of-trial-M`."""
+"""The folders of a study's final runs; those of a former winner are named
+`final-seed-N-of-trial-M`.
+"""
 
 _COPIED = ("result.json", "config.yaml", "history.jsonl", "ledger.parquet", "per_user")
-_NEEDED = ("run_id", "method", "seed", "data", "data_fingerprint", "protocol", "candidates", "config", "domains")
+_NEEDED = (
+    "run_id",
+    "method",
+    "seed",
+    "data",
+    "data_fingerprint",
+    "protocol",
+    "candidates",
+    "config",
+    "domains",
+)
 
-# What of a run's configuration does not tell one row of a table from another: what stands in the result itself, seeds, and how
+# What of a run's configuration does not tell one row of a table from another: what stands in the
+# result itself, seeds, and how
 # a run is executed, recorded and measured.
 _APART = frozenset(
-    {"method", "config", "preset", "data", "domains", "synthetic", "seed", "out", "tracking", "resources"}
+    {
+        "method",
+        "config",
+        "preset",
+        "data",
+        "domains",
+        "synthetic",
+        "seed",
+        "out",
+        "tracking",
+        "resources",
+    }
 )
 _EXECUTION = frozenset(
     {
@@ -60,9 +88,11 @@ class Finished:
     Attributes:
         path: its directory, or the copy of its artifacts.
         result: what `result.json` holds.
-        settings: all that tells it from other runs but the seed: the method's values, and dotted keys of the run such as
-            `text.encoder`. Values that came later than the run have their defaults.
-        label: its row in a table: the method and whatever settings differ among the runs of this method.
+        settings: all that tells it from other runs but the seed: the method's values, and dotted
+            keys of the run such as `text.encoder`. Values that came later than the run have their
+            defaults.
+        label: its row in a table: the method and whatever settings differ among the runs of this
+            method.
         origin: where it was found, for messages.
         study: the study that it is a final run of; empty for others.
     """
@@ -85,13 +115,14 @@ def gather(names: Sequence[str], out: Path, uri: str | None = None) -> Iterator[
     """Finished runs by name, each once, in the order given.
 
     Args:
-        names: a run's directory or its id below `out`, a study's folder or its name below `out` (its final runs), a
-            folder of run directories (those that have finished), or `mlflow:` and a filter.
+        names: a run's directory or its id below `out`, a study's folder or its name below `out`
+            (its final runs), a folder of run directories (those that have finished), or `mlflow:`
+            and a filter.
         uri: the store that filters are searched in; by default the one beside the runs in `out`.
 
     Raises:
-        CrossfedError: a name means nothing, a run or study has not finished, a result is damaged, or two runs are the same
-            configuration with the same seed.
+        CrossfedError: a name means nothing, a run or study has not finished, a result is damaged,
+            or two runs are the same configuration with the same seed.
     """
     with tempfile.TemporaryDirectory(prefix="crossfed-runs-") as copies:
         found: list[tuple[Path, str, str]] = []  # directory, origin, study
@@ -99,7 +130,9 @@ def gather(names: Sequence[str], out: Path, uri: str | None = None) -> Iterator[
             if name.startswith(QUERY):
                 found += search(name.removeprefix(QUERY), out, uri, Path(copies))
             elif (study := study_folder(name, out)) is not None:
-                found += [(path, f"{study.name}/{path.name}", study.name) for path in final_runs(study)]
+                found += [
+                    (path, f"{study.name}/{path.name}", study.name) for path in final_runs(study)
+                ]
             elif folder := runs_in(name, out):
                 found += [(path, path.name, "") for path in folder]
             else:
@@ -113,7 +146,8 @@ _SAME = ("method", "config_hash", "seed", "data_fingerprint", "protocol")
 
 
 def runs_in(name: str, out: Path) -> list[Path]:
-    """The finished runs in a folder of runs given by path or by its name below `out`; none where it is no such folder.
+    """The finished runs in a folder of runs given by path or by its name below `out`; none where it
+    is no such folder.
 
     Of runs of one configuration with one seed on the same data it is the latest.
 
@@ -155,7 +189,8 @@ def load(found: Sequence[tuple[Path, str, str]]) -> list[Finished]:
     """
     if unfinished := [str(path) for path, _, _ in found if not (path / RESULT).is_file()]:
         raise CrossfedError(
-            f"{', '.join(unfinished)} {'has' if len(unfinished) == 1 else 'have'} not finished: there is no {RESULT}; "
+            f"{', '.join(unfinished)} {'has' if len(unfinished) == 1 else 'have'} not "
+            f"finished: there is no {RESULT}; "
             f"crossfed run --resume {unfinished[0]} goes on with it."
         )
     once: dict[str, tuple[Path, str, str]] = {}
@@ -174,7 +209,8 @@ def load(found: Sequence[tuple[Path, str, str]]) -> list[Finished]:
         other = seen.setdefault((run.label, run.result["seed"]), run)
         if other is not run:
             raise CrossfedError(
-                f"{other.origin} and {run.origin} are both {run.label} with seed {run.result['seed']}, the same configuration; "
+                f"{other.origin} and {run.origin} are both {run.label} with seed "
+                f"{run.result['seed']}, the same configuration; "
                 "name one of them."
             )
     return runs
@@ -187,7 +223,9 @@ def _identity(path: Path) -> str:
 
 
 def relabelled(runs: Sequence[Finished], key: str) -> list[Finished]:
-    """The same runs, one setting disregarded in their rows' names: runs along which that setting varies share a row."""
+    """The same runs, one setting disregarded in their rows' names: runs along which that setting
+    varies share a row.
+    """
     told = [{name: value for name, value in run.settings.items() if name != key} for run in runs]
     labels = _labels([(run.result, settings, "") for run, settings in zip(runs, told, strict=True)])
     return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
@@ -210,15 +248,22 @@ def read_result(path: Path) -> dict[str, Any]:
 def settings_of(path: Path, result: Mapping[str, Any]) -> dict[str, Any]:
     """All that tells a run from others but its seed, see `Finished`."""
     told = dict(result["config"])
-    with contextlib.suppress(CrossfedError):  # a method that is not installed here: what the run wrote must do
+    # a method that is not installed here: what the run wrote must do
+    with contextlib.suppress(CrossfedError):
         fields = find_method(result.get("method_from", result["method"])).Config.model_fields
-        told = {name: field.default for name, field in fields.items() if not field.is_required()} | told
+        told = {
+            name: field.default for name, field in fields.items() if not field.is_required()
+        } | told
     file = path / "config.yaml"
     try:
         stored = load_yaml(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise CrossfedError(f"{file} is missing or damaged ({error}); restore it or run again.") from error
-    run = _flat(RunConfig(method=result.get("method_from", result["method"])).model_dump(mode="json")) | _flat(stored)
+        raise CrossfedError(
+            f"{file} is missing or damaged ({error}); restore it or run again."
+        ) from error
+    run = _flat(
+        RunConfig(method=result.get("method_from", result["method"])).model_dump(mode="json")
+    ) | _flat(stored)
     return told | {key: value for key, value in run.items() if key not in _EXECUTION}
 
 
@@ -228,24 +273,37 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in config.items():
         if not prefix and key in _APART:
             continue
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        found |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return found
 
 
 def _labels(runs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any], str]]) -> list[str]:
-    """The method of each run, what tells it from the other runs of that method (its study, else the settings), and always what
-    makes its numbers mean something else."""
+    """The method of each run, what tells it from the other runs of that method (its study, else the
+    settings), and always what makes its numbers mean something else."""
     labels = []
     for result, settings, study in runs:
         same = [(other, its) for told, other, its in runs if told["method"] == result["method"]]
-        differing = [key for key, value in settings.items() if any(other.get(key) != value for other, _ in same)]
+        differing = [
+            key
+            for key, value in settings.items()
+            if any(other.get(key) != value for other, _ in same)
+        ]
         told = ", ".join(f"{key}={settings[key]}" for key in differing)
-        if study and sum(its == study for _, its in same) == sum(other == settings for other, _ in same):
+        if study and sum(its == study for _, its in same) == sum(
+            other == settings for other, _ in same
+        ):
             told = f"study {study}" if differing else ""
         shown = [] if told.startswith("study ") else differing
         apart = {key: settings.get(key, usual) for key, usual in _TOLD.items() if key not in shown}
         told = ", ".join(
-            [*filter(None, [told]), *(f"{key}={value}" for key, value in apart.items() if value != _TOLD[key])]
+            [
+                *filter(None, [told]),
+                *(f"{key}={value}" for key, value in apart.items() if value != _TOLD[key]),
+            ]
         )
         label = f"{result['method']} ({told})" if told else str(result["method"])
         labels.append(f"{label} (not private)" if result.get("scope") == "pooled" else label)
@@ -256,8 +314,8 @@ def check_comparable(runs: Sequence[Finished], split: Split = "test") -> None:
     """Refuse to put numbers into one table that do not compare.
 
     Raises:
-        CrossfedError: runs differ in data, domains, protocol, seed of the split or candidate sets, or one was not measured on
-            the split; names what differs and which runs.
+        CrossfedError: runs differ in data, domains, protocol, seed of the split or candidate sets,
+            or one was not measured on the split; names what differs and which runs.
     """
     if not runs:
         raise CrossfedError("No runs to compare.")
@@ -266,7 +324,8 @@ def check_comparable(runs: Sequence[Finished], split: Split = "test") -> None:
         result = run.result
         if missing := [name for name, row in result["domains"].items() if not row.get(split)]:
             raise CrossfedError(
-                f"{run.origin} has no {split} metrics for {', '.join(missing)}; runs of a search never read the test split: "
+                f"{run.origin} has no {split} metrics for {', '.join(missing)}; runs of a "
+                f"search never read the test split: "
                 "compare its study, or give --split validation."
             )
         told = {
@@ -275,12 +334,18 @@ def check_comparable(runs: Sequence[Finished], split: Split = "test") -> None:
             "protocol": result["protocol"],
             "split seed": str(result.get("split_seed", "unknown")),
         }
-        told |= {f"candidates of {name}": candidates(result, name, split) for name in result["domains"]}
+        told |= {
+            f"candidates of {name}": candidates(result, name, split) for name in result["domains"]
+        }
         for aspect, value in told.items():
             aspects.setdefault(aspect, {}).setdefault(value, []).append(run.origin)
     differing = {aspect: values for aspect, values in aspects.items() if len(values) > 1}
     if "domains" in differing:  # a domain that only some runs have is told once
-        differing = {aspect: values for aspect, values in differing.items() if not aspect.startswith("candidates")}
+        differing = {
+            aspect: values
+            for aspect, values in differing.items()
+            if not aspect.startswith("candidates")
+        }
     if differing:
         told_apart = "; ".join(
             f"{aspect}: {' against '.join(f'{value} ({_some(origins)})' for value, origins in values.items())}"
@@ -301,7 +366,7 @@ def candidates(result: Mapping[str, Any], domain: str, split: str) -> str:
     return str(result["domains"][domain].get(f"{split}_candidates", general))
 
 
-# -- studies -----------------------------------------------------------------------------------------------------
+# -- studies ---------------------------------------------------------------------------------------
 
 
 def study_folder(name: str, out: Path) -> Path | None:
@@ -318,31 +383,36 @@ def final_runs(study: Path) -> list[Path]:
     wanted = load_yaml((study / STUDY).read_text(encoding="utf-8"))["search"]["seeds"]
     found = sorted(path for path in study.glob(FINAL) if "-of-trial-" not in path.name)
     if not wanted:
-        raise CrossfedError(f"The study {study.name} was made without final runs (--seeds 0), which hold test metrics.")
+        raise CrossfedError(
+            f"The study {study.name} was made without final runs (--seeds 0), "
+            f"which hold test metrics."
+        )
     if sum((path / RESULT).is_file() for path in found) < wanted:
         raise CrossfedError(
-            f"The study {study.name} has not finished: {sum((path / RESULT).is_file() for path in found)} of its {wanted} final "
+            f"The study {study.name} has not finished: "
+            f"{sum((path / RESULT).is_file() for path in found)} of its {wanted} final "
             f"runs are there; crossfed tune resume {study.name} goes on with it."
         )
     return found
 
 
-# -- MLflow ------------------------------------------------------------------------------------------------------
+# -- MLflow ----------------------------------------------------------------------------------------
 
 
 def search(query: str, out: Path, uri: str | None, copies: Path) -> list[tuple[Path, str, str]]:
     """Copy what a filter finds in an MLflow store.
 
     Args:
-        query: in MLflow's search syntax; empty for all runs. Studies themselves are passed over, their runs are not.
+        query: in MLflow's search syntax; empty for all runs. Studies themselves are passed over,
+            their runs are not.
         copies: the folder to copy into.
 
     Returns:
         Directory, name and study of every run, newest first.
 
     Raises:
-        CrossfedError: the store is away, the filter is not understood or finds nothing, or a run has not finished or left no
-            result there.
+        CrossfedError: the store is away, the filter is not understood or finds nothing, or a run
+            has not finished or left no result there.
     """
     store = tracker.resolve_uri(TrackingSettings(uri=uri), out)
     found = []
@@ -352,17 +422,24 @@ def search(query: str, out: Path, uri: str | None, copies: Path) -> list[tuple[P
         token = None
         while True:
             page = client.search_runs(experiments, query, max_results=1000, page_token=token)
-            runs += [run for run in page if "method" in run.data.tags and run.data.tags.get("role") != "study"]
+            runs += [
+                run
+                for run in page
+                if "method" in run.data.tags and run.data.tags.get("role") != "study"
+            ]
             token = page.token
             if not token:
                 break
         if not runs:
             raise CrossfedError(f"No run in {uris.redact(store)} fits the filter {query!r}.")
         if open_ := [
-            f"{run.info.run_name} ({run.info.status.lower()})" for run in runs if run.info.status != "FINISHED"
+            f"{run.info.run_name} ({run.info.status.lower()})"
+            for run in runs
+            if run.info.status != "FINISHED"
         ]:
             raise CrossfedError(
-                f"{_some(open_)} did not finish; add \"attributes.status = 'FINISHED'\" to the filter, or resume what stopped."
+                f"{_some(open_)} did not finish; add \"attributes.status = 'FINISHED'\" to the "
+                f"filter, or resume what stopped."
             )
         for run in runs:
             folder = copies / run.info.run_id
@@ -371,11 +448,14 @@ def search(query: str, out: Path, uri: str | None, copies: Path) -> list[tuple[P
             there = {entry.path for entry in client.list_artifacts(run.info.run_id)}
             if RESULT not in there:
                 raise CrossfedError(
-                    f"{run.info.run_name} left no {RESULT} in {uris.redact(store)}: it ran with tracking.artifacts=false, or "
+                    f"{run.info.run_name} left no {RESULT} in {uris.redact(store)}: it ran "
+                    f"with tracking.artifacts=false, or "
                     "what it recorded still waits on its disk (crossfed replay)."
                 )
             for name in there.intersection(_COPIED):
                 client.download_artifacts(run.info.run_id, name, str(folder))
             tags = run.data.tags
-            found.append((folder, run.info.run_name, tags["study"] if tags.get("role") == "final" else ""))
+            found.append(
+                (folder, run.info.run_name, tags["study"] if tags.get("role") == "final" else "")
+            )
     return found

@@ -1,4 +1,6 @@
-"""One page about finished runs or a study: results and tests, figures, what was run, settings, bytes, privacy, versions."""
+"""One page about finished runs or a study: results and tests, figures, what was run, settings,
+bytes, privacy, versions.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,12 @@ def overview(
     )
     made = datetime.now(UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0")
     return Page(
-        title=f"{', '.join(dict.fromkeys(run.result['method'] for run in runs))} on {result['data']['name']}",
+        title=f"{', '.join(dict.fromkeys(run.result['method'] for run in runs))} on "
+        f"{result['data']['name']}",
         about=(
             protocol,
-            f"{_many(len(runs), 'finished run')} in {_many(len(grouped(runs)), 'row')}. Page made {made}.",
+            f"{_many(len(runs), 'finished run')} in {_many(len(grouped(runs)), 'row')}. Page "
+            f"made {made}.",
         ),
         sections=(
             Section("Results", (), (found.table, *found.tests), _pictures(differences=forest)),
@@ -96,7 +100,9 @@ def _analysed(title: str, *analysis: Callable[[], analyses.Analysis]) -> Section
 
 def _courses(runs: Sequence[Finished], metric: str) -> Section:
     """How the runs went: bytes, time, and the validation curves of one run per row."""
-    section = _analysed("The course of the runs", lambda: rounds.upload(runs, metric), lambda: rounds.time(runs))
+    section = _analysed(
+        "The course of the runs", lambda: rounds.upload(runs, metric), lambda: rounds.time(runs)
+    )
     curves: list[tuple[str, Any]] = []
     for label, members in grouped(runs).items():
         rows = read_lines(members[0].path / "history.jsonl")
@@ -127,7 +133,8 @@ def _runs(runs: Sequence[Finished]) -> Grid:
             (
                 run.label, run.origin, str(result["seed"]), ", ".join(sorted(chosen)) or "last",
                 span(result["seconds"]["total"]), size(sum(result["bytes"]["up"].values())),
-                size(sum(result["bytes"]["down"].values())), f"{result.get('backend', '')} on {', '.join(devices) or 'unknown'}",
+                size(sum(result["bytes"]["down"].values())), f"{result.get('backend', '')} on "
+                                                             f"{', '.join(devices) or 'unknown'}",
                 str(result.get("restarts", 0)), result.get("config_hash", ABSENT),
             )
         )  # fmt: skip
@@ -146,7 +153,8 @@ def _runs(runs: Sequence[Finished]) -> Grid:
             Column("configuration", right=False),
         ),
         rows=tuple(rows),
-        caption="Time is wall-clock time of the whole run; bytes are of arrays, all domains together.",
+        caption="Time is wall-clock time of the whole run; bytes are of arrays, all domains "
+        "together.",
     )
 
 
@@ -155,8 +163,13 @@ def _domains(runs: Sequence[Finished]) -> Grid:
     rows = []
     for name, row in result["domains"].items():
         counts = row.get("counts", {})
-        told = [f"{counts[key]:,}" if key in counts else ABSENT for key in ("users", "items", "interactions")]
-        rows.append((name, *told, f"{row.get('test_users', 0):,}", candidates(result, name, "test")))
+        told = [
+            f"{counts[key]:,}" if key in counts else ABSENT
+            for key in ("users", "items", "interactions")
+        ]
+        rows.append(
+            (name, *told, f"{row.get('test_users', 0):,}", candidates(result, name, "test"))
+        )
     return Grid(
         title="Domains",
         columns=(
@@ -183,7 +196,10 @@ def _settings(
     grid = Grid(
         title="Settings that differ",
         columns=(Column("row", right=False), *(Column(key) for key in apart)),
-        rows=tuple((label, *(str(settings.get(key, ABSENT)) for key in apart)) for label, settings in rows.items()),
+        rows=tuple(
+            (label, *(str(settings.get(key, ABSENT)) for key in apart))
+            for label, settings in rows.items()
+        ),
         caption="Settings that two rows or more have, where they differ.",
     )
     details = tuple(
@@ -203,7 +219,8 @@ def _bytes(runs: Sequence[Finished]) -> Section:
             continue
         if "privacy" not in run.result:
             text.append(
-                f"{label}: {size(sum(run.result['bytes']['up'].values()))} left the domains; the run kept no account."
+                f"{label}: {size(sum(run.result['bytes']['up'].values()))} left the domains; "
+                f"the run kept no account."
             )
             continue
         try:
@@ -225,28 +242,44 @@ def _ledger(run: Finished) -> list[dict[str, Any]]:
         raise CrossfedError(f"{run.origin} holds no ledger.")
     records = pd.read_parquet(file).to_dict("records")
     return [
-        {str(key): value for key, value in row.items()} | {"shape": [int(n) for n in row["shape"]]} for row in records
+        {str(key): value for key, value in row.items()} | {"shape": [int(n) for n in row["shape"]]}
+        for row in records
     ]
 
 
 def _privacy(runs: Sequence[Finished]) -> tuple[tuple[str, ...], tuple[Grid, ...]]:
     """What perturbed messages cost, by row."""
-    rows, scopes = [], {"local": "nothing leaves any domain", "pooled": "not private: saw all interactions together"}
+    rows, scopes = (
+        [],
+        {
+            "local": "nothing leaves any domain",
+            "pooled": "not private: saw all interactions together",
+        },
+    )
     for label, members in grouped(runs).items():
         told: dict[str, list[str]] = {}
         for run in members:
-            lines = summary(run.result["privacy"]) if "privacy" in run.result else ["the run kept no account"]
+            lines = (
+                summary(run.result["privacy"])
+                if "privacy" in run.result
+                else ["the run kept no account"]
+            )
             for line in lines or ["no message is perturbed"]:
                 told.setdefault(line, []).append(str(run.result["seed"]))
         scope = scopes.get(members[0].result.get("scope", ""), "only declared arrays cross")
         for number, (line, seeds) in enumerate(told.items()):
-            rows.append((label if not number else "", scope if not number else "", ", ".join(seeds), line))
+            rows.append(
+                (label if not number else "", scope if not number else "", ", ".join(seeds), line)
+            )
     return (), (
         Grid(
             title="Privacy by row",
-            columns=tuple(Column(name, right=False) for name in ("row", "scope", "seeds", "account")),
+            columns=tuple(
+                Column(name, right=False) for name in ("row", "scope", "seeds", "account")
+            ),
             rows=tuple(rows),
-            caption="ε of the whole run, by the accountant of each run; see `crossfed privacy RUN` and `crossfed audit RUN`.",
+            caption="ε of the whole run, by the accountant of each run; see `crossfed privacy "
+            "RUN` and `crossfed audit RUN`.",
         ),
     )
 

@@ -53,11 +53,14 @@ class Page:
             for grid in section.grids:
                 parts += [f"### {grid.title}", grid.markdown().rstrip("\n")]
             parts += [f"![{name}](figures/{name}.png)" for name, _ in section.pictures]
-            parts += [f"### {name}\n\n```text\n{text.rstrip()}\n```" for name, text in section.details]
+            parts += [
+                f"### {name}\n\n```text\n{text.rstrip()}\n```" for name, text in section.details
+            ]
         return "\n\n".join(parts) + "\n"
 
     def html(self) -> str:
-        """One self-contained file: style, tables and pictures are inside, and nothing is fetched."""
+        """One self-contained file: style, tables and pictures are inside, and nothing is fetched.
+        """
         return _TEMPLATE.render(page=self)
 
 
@@ -177,7 +180,9 @@ pre { background: #f2f2f2; padding: .75rem; overflow-x: auto; font-size: .8125re
 </html>
 """
 )
-_FRAGMENT = _ENVIRONMENT.from_string(_MACROS + "{% for grid in grids %}{{ shown(grid) }}{% endfor %}")
+_FRAGMENT = _ENVIRONMENT.from_string(
+    _MACROS + "{% for grid in grids %}{{ shown(grid) }}{% endfor %}"
+)
 
 
 def fragment(grids: Sequence[Grid]) -> str:

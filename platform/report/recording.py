@@ -1,4 +1,6 @@
-"""What MLflow is told of a run besides its rounds: what it is at the start, files, figures, models and a page at the end."""
+"""What MLflow is told of a run besides its rounds: what it is at the start, files, figures, models
+and a page at the end.
+"""
 
 from __future__ import annotations
 
@@ -41,23 +43,37 @@ def _params(config: RunConfig, data: str) -> dict[str, Any]:
         return {name: config.config[name] for name in config.tracking.params} | known
     apart = {"control": (config.control, "none"), "train_share": (config.evaluation.train_share, 1)}
     unusual = {name: value for name, (value, usual) in apart.items() if value != usual}
-    return unusual | tokenise.parameters(config) | config.config | known | {"config_hash": config.hash()}
+    return (
+        unusual
+        | tokenise.parameters(config)
+        | config.config
+        | known
+        | {"config_hash": config.hash()}
+    )
 
 
 def run_title(config: RunConfig, run_dir: Path, data: str) -> str:
-    """What MLflow calls a run: its directory, its study and method where the directory does not say them, its data."""
+    """What MLflow calls a run: its directory, its study and method where the directory does not say
+    them, its data.
+    """
     study = config.tracking.tags.get("study")
     return " ".join([run_dir.name, *([study, config.method] if study else []), data])
 
 
 def model_title(config: RunConfig, data: str, domain: str) -> str:
-    """What MLflow calls a domain's model: method, data, domain, and the study that it comes from."""
+    """What MLflow calls a domain's model: method, data, domain, and the study that it comes from.
+    """
     study = config.tracking.tags.get("study")
     return "-".join([config.method, data, domain, *([study] if study else [])])
 
 
 def track(
-    config: RunConfig, run_dir: Path, data: PreparedData, domains: tuple[str, ...], resumed: bool, view: Progress
+    config: RunConfig,
+    run_dir: Path,
+    data: PreparedData,
+    domains: tuple[str, ...],
+    resumed: bool,
+    view: Progress,
 ) -> Tracker:
     """Open the run's record, or go on with it: parameters, tags and the domains' data.
 
@@ -87,13 +103,20 @@ def track(
                 {name: data.manifest["domains"][name] for name in domains},
             )
         ],
-        resume_run_id=known.read_text(encoding="utf-8").strip() if resumed and known.exists() else None,
+        resume_run_id=known.read_text(encoding="utf-8").strip()
+        if resumed and known.exists()
+        else None,
         warn=view.warn,
     )
 
 
 def track_beside(
-    config: RunConfig, run_dir: Path, data: PreparedData, domains: tuple[str, ...], resumed: bool, view: Progress
+    config: RunConfig,
+    run_dir: Path,
+    data: PreparedData,
+    domains: tuple[str, ...],
+    resumed: bool,
+    view: Progress,
 ) -> Callable[[], Tracker]:
     """`track` in a thread, because MLflow takes seconds to import and to make its database.
 
@@ -147,30 +170,45 @@ def record(
     from crossfed.platform.report.automatic import run_analyses
     from crossfed.platform.serving import save
 
-    drawn = figures.run_figures(history, result) | figures.model_figures(run_dir / "model", plan.domains, result)
+    drawn = figures.run_figures(history, result) | figures.model_figures(
+        run_dir / "model", plan.domains, result
+    )
     drawn |= run_analyses(run_dir) if history else {}
     for name, figure in drawn.items():
         tracker.figure(figure, name)
     for name in plan.domains:
-        registered = f"{result['method']}-{result['data']['name']}-{name}".replace("/", "_").replace(":", "_")
+        registered = f"{result['method']}-{result['data']['name']}-{name}".replace(
+            "/", "_"
+        ).replace(":", "_")
         title = model_title(plan.config, result["data"]["name"], name)
         tracker.model(
-            save.save, run_dir, name, last, registered if plan.config.tracking.register_models else None, title
+            save.save,
+            run_dir,
+            name,
+            last,
+            registered if plan.config.tracking.register_models else None,
+            title,
         )
 
 
 class Recording(Callback):
-    """Keeps MLflow's record of a run: opened beside the rest, a step per round, files and models at the end."""
+    """Keeps MLflow's record of a run: opened beside the rest, a step per round, files and models at
+    the end.
+    """
 
     def on_start(self, run: Started) -> None:
         config, self._plan, self._stages = run.plan.config, run.plan, run.stages
-        self._tracker = track_beside(config, run.plan.run_dir, run.data, run.plan.domains, run.resumed, run.view)
+        self._tracker = track_beside(
+            config, run.plan.run_dir, run.data, run.plan.domains, run.resumed, run.view
+        )
 
     def on_round(self, row: Round) -> None:
         number = next(i for i, stage in enumerate(self._stages, 1) if stage.name == row.stage)
         selects = self._stages[number - 1].keep_best
         select = self._plan.config.evaluation.select
-        self._tracker().log(names.of_round(asdict(row), select, number, self._plan.domains, selects), row.step)
+        self._tracker().log(
+            names.of_round(asdict(row), select, number, self._plan.domains, selects), row.step
+        )
 
     def on_end(self, done: Ended) -> None:
         record(done.plan, done.result, done.history, self._tracker())
@@ -200,15 +238,27 @@ def _described(result: dict[str, Any], select: str) -> str:
     """The run's page in the UI: what it is, and its numbers."""
     kind = "synthetic data" if result["data"]["synthetic"] else "data"
     rows = [
-        f"| {name} | {row['validation'][select]:.4f} | {row['test'][select]:.4f} | {result['candidates'][name]} |"
+        f"| {name} | {row['validation'][select]:.4f} | {row['test'][select]:.4f} | "
+        f"{result['candidates'][name]} |"
         if "test" in row
         else f"| {name} | {row['validation'][select]:.4f} | – | {result['candidates'][name]} |"
         for name, row in result["domains"].items()
     ]
-    control = "" if (told := result.get("control", "none")) == "none" else f" under the control {told}"
+    control = (
+        "" if (told := result.get("control", "none")) == "none" else f" under the control {told}"
+    )
     share = shared(result.get("train_share", 1.0))
-    where = f"{kind} {result['data']['name']}{share}, protocol {told_protocol(result)}, seed {result['seed']}"
+    where = (
+        f"{kind} {result['data']['name']}{share}, protocol {told_protocol(result)}, seed "
+        f"{result['seed']}"
+    )
     head = f"**{result['method']}**{control}, {where}"
     return "\n".join(
-        [head, "", f"| domain | validation {select} | test {select} | candidates |", "|---|---|---|---|", *rows]
+        [
+            head,
+            "",
+            f"| domain | validation {select} | test {select} | candidates |",
+            "|---|---|---|---|",
+            *rows,
+        ]
     )

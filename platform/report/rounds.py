@@ -1,4 +1,6 @@
-"""What finished runs did round by round: quality against bytes sent, time, and the weights a server averaged with."""
+"""What finished runs did round by round: quality against bytes sent, time, and the weights a server
+averaged with.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +40,21 @@ def history(run: Finished) -> list[dict[str, Any]]:
     return rows
 
 
-# -- quality against bytes ---------------------------------------------------------------------------------------
+# -- quality against bytes -------------------------------------------------------------------------
 
 
 def _course(run: Finished, metric: str) -> tuple[list[int], list[float]]:
-    """Bytes that all domains had sent, and the validation mean over domains of the state that would be selected then.
+    """Bytes that all domains had sent, and the validation mean over domains of the state that would
+    be selected then.
 
-    At every round that evaluated. What is selected begins anew with a stage, as in the run; the last value is of the state
-    that was selected.
+    At every round that evaluated. What is selected begins anew with a stage, as in the run; the
+    last value is of the state that was selected.
     """
     domains = run.result["domains"]
     keeps = all("value" in (row.get("selected") or {}) for row in domains.values())
     course: tuple[list[int], list[float]] = ([], [])
-    sent, stage, before, held = 0, None, (None, {}), dict[str, float]()  # type: int, Any, Any, dict[str, float]
+    # type: int, Any, Any, dict[str, float]
+    sent, stage, before, held = 0, None, (None, {}), dict[str, float]()
     rows = history(run)
     crossing = {row["stage"] for row in rows if row["bytes_up"] or row["bytes_down"]}
     for row in rows:
@@ -71,12 +75,17 @@ def _course(run: Finished, metric: str) -> tuple[list[int], list[float]]:
     return course
 
 
-def _chosen(row: Mapping[str, Any], before: tuple[float | None, Mapping[str, float]], local: bool) -> list[str]:
-    """The domains whose state after this round is the best of its stage so far, by the selecting metric.
+def _chosen(
+    row: Mapping[str, Any], before: tuple[float | None, Mapping[str, float]], local: bool
+) -> list[str]:
+    """The domains whose state after this round is the best of its stage so far, by the selecting
+    metric.
 
     Args:
-        before: at the evaluated round before, the mean of best values, and each domain's value at its best round.
-        local: whether each domain selects for itself, as in a stage in which nothing crosses; a tie keeps the earlier round.
+        before: at the evaluated round before, the mean of best values, and each domain's value at
+            its best round.
+        local: whether each domain selects for itself, as in a stage in which nothing crosses; a tie
+            keeps the earlier round.
     """
     best, values = before
     if local:
@@ -85,18 +94,21 @@ def _chosen(row: Mapping[str, Any], before: tuple[float | None, Mapping[str, flo
 
 
 def upload(runs: Sequence[Finished], metric: str, target: float | None = None) -> Analysis:
-    """The validation metric of what would be selected against all bytes uploaded so far (as in FedCGR, Figure 5), and the bytes
-    to a target.
+    """The validation metric of what would be selected against all bytes uploaded so far (as in
+    FedCGR, Figure 5), and the bytes to a target.
 
     Args:
         metric: its mean over domains is shown; a line per seed, beginning anew with every stage.
-        target: of the metric; by default 99 % of the best value of the run that comes to the least, so that all reach it.
+        target: of the metric; by default 99 % of the best value of the run that comes to the least,
+            so that all reach it.
 
     Raises:
         CrossfedError: the runs do not compare, or one has no record of its rounds.
     """
     check_comparable(runs, "validation")
-    courses = {label: [_course(run, metric) for run in members] for label, members in grouped(runs).items()}
+    courses = {
+        label: [_course(run, metric) for run in members] for label, members in grouped(runs).items()
+    }
     if target is None:
         target = 0.99 * min(values[-1] for row in courses.values() for _, values in row)
     told = about(runs, "validation, mean of domains")
@@ -106,7 +118,8 @@ def upload(runs: Sequence[Finished], metric: str, target: float | None = None) -
         colour, marker = style[label]
         reached = []
         for (sent, values), run in zip(row, grouped(runs)[label], strict=True):
-            below_ = [i for i, value in enumerate(values) if value < target]  # a later stage may begin lower
+            # a later stage may begin lower
+            below_ = [i for i, value in enumerate(values) if value < target]
             place = (below_[-1] + 1 if below_ else 0) if values[-1] >= target else None
             reached.append(math.nan if place is None else float(sent[place]))
             records += [
@@ -116,20 +129,46 @@ def upload(runs: Sequence[Finished], metric: str, target: float | None = None) -
             if sent[-1]:
                 every = max(1, len(sent) // 10)
                 axis.plot(
-                    sent, values, color=colour, lw=1.5, marker=marker, ms=4, markevery=every, drawstyle="steps-post"
+                    sent,
+                    values,
+                    color=colour,
+                    lw=1.5,
+                    marker=marker,
+                    ms=4,
+                    markevery=every,
+                    drawstyle="steps-post",
                 )
                 if place is not None:
-                    axis.plot(sent[place], values[place], "*", color=colour, ms=14, mec="white", mew=1, zorder=5)
+                    axis.plot(
+                        sent[place],
+                        values[place],
+                        "*",
+                        color=colour,
+                        ms=14,
+                        mec="white",
+                        mew=1,
+                        zorder=5,
+                    )
             else:
                 axis.axhline(values[-1], color=colour, lw=1.4, ls="--")
         best = [values[-1] for _, values in row]
         known = [value for value in reached if not math.isnan(value)]
         to_target = (
-            size(statistics.fmean(known)) if len(known) == len(row) else f"{len(known)} of {len(row)} seeds get there"
+            size(statistics.fmean(known))
+            if len(known) == len(row)
+            else f"{len(known)} of {len(row)} seeds get there"
         )
         deviation = statistics.stdev(best) if len(best) > 1 else None
         sent_in_all = size(statistics.fmean(sent[-1] for sent, _ in row))
-        rows.append((label, str(len(row)), spread(statistics.fmean(best), deviation), sent_in_all, to_target))
+        rows.append(
+            (
+                label,
+                str(len(row)),
+                spread(statistics.fmean(best), deviation),
+                sent_in_all,
+                to_target,
+            )
+        )
     axis.axhline(target, color=GREY, lw=1, ls=":")
     axis.set_ylabel(f"validation {pretty(metric)}, what would be selected")
     axis.set_xlabel("uploaded so far, all domains together")
@@ -160,7 +199,8 @@ def upload(runs: Sequence[Finished], metric: str, target: float | None = None) -
                 Column(f"bytes to {target:.4f}"),
             ),
             rows=tuple(rows),
-            caption=f"Bytes of arrays sent by all domains together, to the server or to each other; mean over seeds. {told}.",
+            caption=f"Bytes of arrays sent by all domains together, to the server or to each "
+            f"other; mean over seeds. {told}.",
             records=tuple(records),
         ),
     )
@@ -176,15 +216,17 @@ def _bytes_axis(axis: Axes, counts: Sequence[int]) -> None:
     axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
 
 
-# -- time --------------------------------------------------------------------------------------------------------
+# -- time ------------------------------------------------------------------------------------------
 
 
 def time(runs: Sequence[Finished]) -> Analysis:
-    """What a method costs, by stage: seconds of a round and of a local epoch, bytes; and the most memory of a domain.
+    """What a method costs, by stage: seconds of a round and of a local epoch, bytes; and the most
+    memory of a domain.
 
-    Seconds are medians over rounds and seeds, with quartiles; bytes are what all domains together send and receive in a round,
-    means (what opens a stage counts in its first round). A round of a stage that exchanges something holds as many epochs as
-    the method's `local_epochs`, one where it has none; a round of a stage without exchange is one epoch.
+    Seconds are medians over rounds and seeds, with quartiles; bytes are what all domains together
+    send and receive in a round, means (what opens a stage counts in its first round). A round of a
+    stage that exchanges something holds as many epochs as the method's `local_epochs`, one where it
+    has none; a round of a stage without exchange is one epoch.
 
     Raises:
         CrossfedError: a run has no record of its rounds.
@@ -218,19 +260,44 @@ def time(runs: Sequence[Finished]) -> Analysis:
                  "peak_memory": peak, "threads": _threads(members[0]),
                  "devices": " ".join(sorted({p["device"] for p in members[0].result.get("placement", {}).values()}))}
             )  # fmt: skip
-            bars.append((f"{label}\n{stage}" if len(stages) > 1 else label, low, middle, high, epochs[stage]))
+            bars.append(
+                (
+                    f"{label}\n{stage}" if len(stages) > 1 else label,
+                    low,
+                    middle,
+                    high,
+                    epochs[stage],
+                )
+            )
     figure, [axis] = panels(
-        1, "Time per round and per epoch", about(runs, _machine(runs)), height=0.55 * len(bars) + 1.2
+        1,
+        "Time per round and per epoch",
+        about(runs, _machine(runs)),
+        height=0.55 * len(bars) + 1.2,
     )
-    apart = any(epochs_ > 1 for *_, epochs_ in bars)  # where a round is an epoch everywhere, one bar says both
+    # where a round is an epoch everywhere, one bar says both
+    apart = any(epochs_ > 1 for *_, epochs_ in bars)
     for place, (_, low, middle, high, epochs_) in enumerate(bars):
         shift = 0.2 if apart else 0.0
         axis.barh(-place + shift, middle, 0.36 if apart else 0.6, color=COLOURS[0])
-        axis.errorbar(middle, -place + shift, xerr=[[middle - low], [high - middle]], color="black", lw=1, capsize=2)
+        axis.errorbar(
+            middle,
+            -place + shift,
+            xerr=[[middle - low], [high - middle]],
+            color="black",
+            lw=1,
+            capsize=2,
+        )
         axis.text(high, -place + shift, f"  {span(middle)}", va="center", fontsize=9)
         if apart:
             axis.barh(-place - shift, middle / epochs_, 0.36, color=COLOURS[4])
-            axis.text(middle / epochs_, -place - shift, f"  {span(middle / epochs_)}", va="center", fontsize=9)
+            axis.text(
+                middle / epochs_,
+                -place - shift,
+                f"  {span(middle / epochs_)}",
+                va="center",
+                fontsize=9,
+            )
     axis.set_yticks([-i for i in range(len(bars))], [name for name, *_ in bars])
     axis.set_xlim(0, 1.15 * max(high for _, _, _, high, _ in bars))
     axis.grid(axis="x", color="#dddddd", lw=0.8)
@@ -238,9 +305,14 @@ def time(runs: Sequence[Finished]) -> Analysis:
     axis.set_xlabel("seconds, evaluation and messages included")
     rounds_bar = Patch(
         color=COLOURS[0],
-        label="round (median, quartiles)" if apart else "round, which is a local epoch (median, quartiles)",
+        label="round (median, quartiles)"
+        if apart
+        else "round, which is a local epoch (median, quartiles)",
     )
-    below(figure, [rounds_bar, Patch(color=COLOURS[4], label="local epoch")] if apart else [rounds_bar])
+    below(
+        figure,
+        [rounds_bar, Patch(color=COLOURS[4], label="local epoch")] if apart else [rounds_bar],
+    )
     return Analysis(
         "time",
         figure,
@@ -249,22 +321,34 @@ def time(runs: Sequence[Finished]) -> Analysis:
             columns=(
                 Column("method", right=False),
                 Column("stage", right=False),
-                *(Column(n) for n in ("rounds", "a round", "quartiles", "epochs in it", "an epoch")),
+                *(
+                    Column(n)
+                    for n in ("rounds", "a round", "quartiles", "epochs in it", "an epoch")
+                ),
                 *(Column(n) for n in ("sent a round", "received", "memory", "whole run")),
             ),
             rows=tuple(rows),
-            caption="Wall-clock time, median over rounds and seeds, evaluation and messages included. Sent and received: by all "
-            "domains, mean over rounds. Memory: the most that a domain held, allocated on its GPU or, without one, resident, "
-            f"libraries included, since the run was last started{_shared_process(runs)}. {_machine(runs)}.",
+            caption="Wall-clock time, median over rounds and seeds, evaluation and messages "
+            "included. Sent and received: by all "
+            "domains, mean over rounds. Memory: the most that a domain held, allocated on its "
+            "GPU or, without one, resident, "
+            f"libraries included, since the run was last started{_shared_process(runs)}. "
+            f"{_machine(runs)}.",
             records=tuple(records),
         ),
     )
 
 
 def _memory(runs: Sequence[Finished]) -> int | None:
-    """The most memory that a domain held, in bytes: on GPUs where there were any; None where no run has a record of it."""
-    nodes = [row for run in runs for name, row in run.result.get("memory", {}).items() if name != SERVER]
-    found = [row["gpu"] for row in nodes if row["gpu"] is not None] or [row["process"] for row in nodes]
+    """The most memory that a domain held, in bytes: on GPUs where there were any; None where no run
+    has a record of it.
+    """
+    nodes = [
+        row for run in runs for name, row in run.result.get("memory", {}).items() if name != SERVER
+    ]
+    found = [row["gpu"] for row in nodes if row["gpu"] is not None] or [
+        row["process"] for row in nodes
+    ]
     return max(found, default=None)
 
 
@@ -291,13 +375,15 @@ def _threads(run: Finished) -> int:
     return int(stored["resources"]["threads"])
 
 
-# -- weights -----------------------------------------------------------------------------------------------------
+# -- weights ---------------------------------------------------------------------------------------
 
 
 def weights(run: Finished) -> Analysis:
-    """The weights that the server averaged with: a panel per receiving domain over the rounds, and the last round's matrix.
+    """The weights that the server averaged with: a panel per receiving domain over the rounds, and
+    the last round's matrix.
 
-    Read from the metrics `weight_<receiver>_<sender>` of the server, or `weight_<sender>` where all receive the same.
+    Read from the metrics `weight_<receiver>_<sender>` of the server, or `weight_<sender>` where all
+    receive the same.
 
     Raises:
         CrossfedError: the run's server reported none.
@@ -311,11 +397,16 @@ def weights(run: Finished) -> Analysis:
                     table.setdefault(pair, []).append((row["step"], float(found)))
                     break
     if not table:
-        raise CrossfedError(f"{run.origin} reports no aggregation weights: its server averages nothing.")
+        raise CrossfedError(
+            f"{run.origin} reports no aggregation weights: its server averages nothing."
+        )
     steps = [step for step, _ in next(iter(table.values()))]
     told = about([run], "as reported by the server")
     figure, axes = panels(
-        len(domains) + 1, f"Aggregation weights of {run.label}", told, height=0.5 * len(domains) + 2.6
+        len(domains) + 1,
+        f"Aggregation weights of {run.label}",
+        told,
+        height=0.5 * len(domains) + 2.6,
     )
     heat = None
     for axis, receiver in zip(axes, domains, strict=False):
@@ -326,14 +417,24 @@ def weights(run: Finished) -> Analysis:
         axis.set_xlabel("round, over all stages")
         axis.set_ylabel("sender")
         axis.set_title(f"received by {receiver}", fontsize=12)
-    last = np.array([[table[receiver, sender][-1][1] for sender in domains] for receiver in domains])
+    last = np.array(
+        [[table[receiver, sender][-1][1] for sender in domains] for receiver in domains]
+    )
     heat = _heat(axes[-1], last, (-0.5, len(domains) - 0.5, len(domains) - 0.5, -0.5))
     for (i, j), value in np.ndenumerate(last):
         axes[-1].text(
-            j, i, f"{value:.2f}", ha="center", va="center", fontsize=9, color="white" if value < 0.6 else "black"
+            j,
+            i,
+            f"{value:.2f}",
+            ha="center",
+            va="center",
+            fontsize=9,
+            color="white" if value < 0.6 else "black",
         )
     axes[-1].set_yticks(range(len(domains)), domains)
-    axes[-1].set_xticks(range(len(domains)), domains, rotation=30 if sum(map(len, domains)) > 20 else 0)
+    axes[-1].set_xticks(
+        range(len(domains)), domains, rotation=30 if sum(map(len, domains)) > 20 else 0
+    )
     axes[-1].set_ylabel("receiver")
     axes[-1].set_xlabel("sender")
     axes[-1].set_title(f"after round {steps[-1]}", fontsize=12)
@@ -348,7 +449,10 @@ def weights(run: Finished) -> Analysis:
         figure,
         Grid(
             title="Aggregation weights",
-            columns=(Column("receiver", right=False), *(Column(f"from {sender}") for sender in domains)),
+            columns=(
+                Column("receiver", right=False),
+                *(Column(f"from {sender}") for sender in domains),
+            ),
             rows=tuple((r, *(f"{table[r, s][-1][1]:.4f}" for s in domains)) for r in domains),
             caption=f"Weights of the last round's average, {steps[-1]}. {told}.",
             records=tuple(records),
@@ -356,6 +460,16 @@ def weights(run: Finished) -> Analysis:
     )
 
 
-def _heat(axis: Axes, values: np.ndarray[Any, Any], extent: tuple[float, float, float, float]) -> Any:
+def _heat(
+    axis: Axes, values: np.ndarray[Any, Any], extent: tuple[float, float, float, float]
+) -> Any:
     axis.grid(visible=False)
-    return axis.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto", extent=extent, interpolation="nearest")
+    return axis.imshow(
+        values,
+        vmin=0,
+        vmax=1,
+        cmap="viridis",
+        aspect="auto",
+        extent=extent,
+        interpolation="nearest",
+    )

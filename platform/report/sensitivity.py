@@ -22,11 +22,13 @@ from crossfed.platform.report.tables import ABSENT, Cell, Column, Grid, pretty, 
 def sensitivity(
     runs: Sequence[Finished], key: str, metric: str, split: Split = "test", named: str | None = None
 ) -> Analysis:
-    """A metric against one setting: a panel per domain, a line per row, mean ± one standard deviation over seeds.
+    """A metric against one setting: a panel per domain, a line per row, mean ± one standard
+    deviation over seeds.
 
     Args:
-        key: one of the methods' values, or a dotted key of the run. Runs of a method without it, or with a single value of it,
-            are drawn as a level; with a single value of a key that every run has, as a point.
+        key: one of the methods' values, or a dotted key of the run. Runs of a method without it, or
+            with a single value of it, are drawn as a level; with a single value of a key that every
+            run has, as a point.
         named: what the setting is called in the figure.
 
     Raises:
@@ -37,7 +39,10 @@ def sensitivity(
     title = f"{pretty(metric)} against {named or key}"
     numbers = {
         label: {
-            at: {domain: [value(run, domain, split, metric) for run in members] for domain in runs[0].result["domains"]}
+            at: {
+                domain: [value(run, domain, split, metric) for run in members]
+                for domain in runs[0].result["domains"]
+            }
             for at, members in points.items()
         }
         for label, points in lines.items()
@@ -52,12 +57,22 @@ def sensitivity(
             colour, marker = style[label]
             ordered = sorted(points, key=scale.place) if len(points) > 1 else list(points)
             means = [statistics.fmean(points[at][domain]) for at in ordered]
-            spreads = [statistics.stdev(points[at][domain]) if len(points[at][domain]) > 1 else None for at in ordered]
+            spreads = [
+                statistics.stdev(points[at][domain]) if len(points[at][domain]) > 1 else None
+                for at in ordered
+            ]
             if len(points) > 1 or every:
                 bars = [s or 0.0 for s in spreads]
                 places = [scale.place(at) for at in ordered]
                 axis.errorbar(
-                    places, means, bars if any(bars) else None, color=colour, marker=marker, ms=6, capsize=3, lw=1.6
+                    places,
+                    means,
+                    bars if any(bars) else None,
+                    color=colour,
+                    marker=marker,
+                    ms=6,
+                    capsize=3,
+                    lw=1.6,
                 )
             else:
                 axis.axhline(means[0], color=colour, lw=1.4, ls="--")
@@ -71,8 +86,15 @@ def sensitivity(
         axis.set_title(domain, fontsize=12)
         axis.set_xlabel(named or key)
         axis.set_ylabel(pretty(metric))
-    below(figure, _line_handles(style, {label: len(points) > 1 or every for label, points in lines.items()}))
-    return Analysis(f"{file_name(key)}-{metric}", figure, _sensitivity_grid(title, key, records, about(runs, split)))
+    below(
+        figure,
+        _line_handles(style, {label: len(points) > 1 or every for label, points in lines.items()}),
+    )
+    return Analysis(
+        f"{file_name(key)}-{metric}",
+        figure,
+        _sensitivity_grid(title, key, records, about(runs, split)),
+    )
 
 
 def _varied(runs: Sequence[Finished], key: str) -> dict[str, dict[Any, list[Finished]]]:
@@ -82,11 +104,21 @@ def _varied(runs: Sequence[Finished], key: str) -> dict[str, dict[Any, list[Fini
         lines.setdefault(run.label, {}).setdefault(_hashable(run.settings.get(key)), []).append(run)
     if all(len(points) < 2 for points in lines.values()):
         held = sorted({name for run in runs for name in run.settings})
-        apart = [n for n in held if len({repr(run.settings.get(n)) for run in runs if n in run.settings}) > 1]
+        apart = [
+            n
+            for n in held
+            if len({repr(run.settings.get(n)) for run in runs if n in run.settings}) > 1
+        ]
         others = ", ".join(name for name in apart if name != key) or "nothing else"
         if key in apart:
-            raise CrossfedError(f"No two of these runs differ in {key} alone, but in {others} as well.")
-        told = f"it is the same in all of them, which differ in {others}" if key in held else "none of them has it"
+            raise CrossfedError(
+                f"No two of these runs differ in {key} alone, but in {others} as well."
+            )
+        told = (
+            f"it is the same in all of them, which differ in {others}"
+            if key in held
+            else "none of them has it"
+        )
         raise CrossfedError(f"These runs cannot show what {key} does: {told}.")
     return lines
 
@@ -96,12 +128,15 @@ def _hashable(found: Any) -> Any:
 
 
 class _Scale:
-    """Where values of a setting stand: in proportion or by their logarithm where they are numbers, else one unit apart."""
+    """Where values of a setting stand: in proportion or by their logarithm where they are numbers,
+    else one unit apart.
+    """
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = list(dict.fromkeys(values))
         self.numeric = all(
-            isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in self.values
+            isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v)
+            for v in self.values
         )
         if self.numeric:
             self.values.sort()
@@ -159,13 +194,16 @@ def _line_handles(style: Mapping[str, tuple[str, str]], lines: Mapping[str, bool
     ]
 
 
-# -- against the privacy budget ----------------------------------------------------------------------------------
+# -- against the privacy budget --------------------------------------------------------------------
 
 COUNTINGS = ("paper", "whole", "tight")
 
 
-def utility(runs: Sequence[Finished], metric: str, counting: str = "whole", split: Split = "test") -> Analysis:
-    """A metric against the ε that a run spent, a panel per domain and a line per method; runs that spent none are levels.
+def utility(
+    runs: Sequence[Finished], metric: str, counting: str = "whole", split: Split = "test"
+) -> Analysis:
+    """A metric against the ε that a run spent, a panel per domain and a line per method; runs that
+    spent none are levels.
 
     Args:
         counting: "paper", "whole" or "tight", as in `crossfed privacy`.
@@ -190,16 +228,25 @@ def utility(runs: Sequence[Finished], metric: str, counting: str = "whole", spli
             )  # fmt: skip
     noisy = [record for record in records if record[key] is not None]
     if not noisy:
-        raise CrossfedError("None of these runs perturbs what it sends: there is no ε to set the metric against.")
+        raise CrossfedError(
+            "None of these runs perturbs what it sends: there is no ε to set the metric against."
+        )
     figure, axes = panels(len(domains), f"{pretty(metric)} against ε", about(runs, split))
-    lines = list(dict.fromkeys(record["row"] if record[key] is None else record["method"] for record in records))
+    lines = list(
+        dict.fromkeys(
+            record["row"] if record[key] is None else record["method"] for record in records
+        )
+    )
     style = styles(lines)
     for axis, domain in zip(axes, domains, strict=True):
         own = [record for record in records if record["domain"] == domain]
         for name, (colour, marker) in style.items():
             for level in (r for r in own if r[key] is None and r["row"] == name):
                 axis.axhline(level["mean"], color=colour, lw=1.4, ls="--")
-            points = sorted((r for r in own if r[key] is not None and r["method"] == name), key=lambda r: float(r[key]))
+            points = sorted(
+                (r for r in own if r[key] is not None and r["method"] == name),
+                key=lambda r: float(r[key]),
+            )
             if points:
                 axis.errorbar(
                     [r[key] for r in points], [r["mean"] for r in points], [r["std"] or 0.0 for r in points],
@@ -212,7 +259,10 @@ def utility(runs: Sequence[Finished], metric: str, counting: str = "whole", spli
         no_closer(axis)
         axis.set_xlabel(f"ε of the whole run ({_COUNTED[counting]})")
         axis.set_ylabel(pretty(metric))
-    below(figure, _line_handles(style, {name: any(r["method"] == name for r in noisy) for name in lines}))
+    below(
+        figure,
+        _line_handles(style, {name: any(r["method"] == name for r in noisy) for name in lines}),
+    )
     rows = [
         (
             r["row"], r["domain"], ABSENT if r[key] is None else f"{r[key]:,.4g}", str(r["seeds"]),
@@ -233,7 +283,8 @@ def utility(runs: Sequence[Finished], metric: str, counting: str = "whole", spli
                 Column(pretty(metric)),
             ),
             rows=tuple(rows),
-            caption=f"ε of the whole run ({_COUNTED[counting]}), mean ± deviation over seeds. {about(runs, split)}.",
+            caption=f"ε of the whole run ({_COUNTED[counting]}), mean ± deviation over seeds. "
+            f"{about(runs, split)}.",
             records=tuple(records),
         ),
     )

@@ -1,4 +1,5 @@
-"""Tables as they are printed: Markdown, LaTeX (booktabs), and CSV with the numbers unrounded. Pages print them as HTML.
+"""Tables as they are printed: Markdown, LaTeX (booktabs), and CSV with the numbers unrounded. Pages
+print them as HTML.
 
 What goes into a table is decided where it is made (`compare`, `analyses`).
 """
@@ -25,7 +26,9 @@ _WIDE = 4
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What stands in one place: a text, in bold (the best) or underlined (the second), with a mark after it."""
+    """What stands in one place: a text, in bold (the best) or underlined (the second), with a mark
+    after it.
+    """
 
     text: str
     best: bool = False
@@ -35,7 +38,8 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column's heading, the heading above that it shares with its neighbours, and its alignment."""
+    """A column's heading, the heading above that it shares with its neighbours, and its alignment.
+    """
 
     name: str
     group: str = ""
@@ -67,7 +71,9 @@ class Grid:
 
     def groups(self) -> list[tuple[str, int]]:
         """The shared headings and how many columns each spans; none where no column has one."""
-        spans = [(name, len(list(run))) for name, run in groupby(column.group for column in self.columns)]
+        spans = [
+            (name, len(list(run))) for name, run in groupby(column.group for column in self.columns)
+        ]
         return spans if any(name for name, _ in spans) else []
 
     def markdown(self) -> str:
@@ -76,9 +82,14 @@ class Grid:
         lines = [head, ["---:" if column.right else "---" for column in self.columns]]
         for row in (*self.rows, *self.foot):
             lines.append(
-                [_emphasised(cell, _plain(cell.text), "**", "**", "<ins>", "</ins>") for cell in self.cells(row)]
+                [
+                    _emphasised(cell, _plain(cell.text), "**", "**", "<ins>", "</ins>")
+                    for cell in self.cells(row)
+                ]
             )
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{_plain(self.caption)}\n"
+        return (
+            "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{_plain(self.caption)}\n"
+        )
 
     def terminal(self, width: int) -> RenderableType:
         """For a terminal: the best in bold, the second underlined, the caption below.
@@ -94,7 +105,10 @@ class Grid:
         from rich.text import Text
 
         body = [self.cells(row) for row in (*self.rows, *self.foot)]
-        heads = [f"{column.group}\n{column.name}" if self.groups() else column.name for column in self.columns]
+        heads = [
+            f"{column.group}\n{column.name}" if self.groups() else column.name
+            for column in self.columns
+        ]
         widths = [
             max(
                 cell_len(line)
@@ -120,11 +134,18 @@ class Grid:
             shown = sorted({*named, *part})
             for i in shown:
                 right = self.columns[i].right
-                table.add_column(Text(heads[i]), justify="right" if right else "left", no_wrap=right, overflow="fold")
+                table.add_column(
+                    Text(heads[i]),
+                    justify="right" if right else "left",
+                    no_wrap=right,
+                    overflow="fold",
+                )
             for place, row in enumerate(body):
                 if place == len(self.rows):
                     table.add_section()
-                styles = ["bold" if cell.best else "underline" if cell.second else "" for cell in row]
+                styles = [
+                    "bold" if cell.best else "underline" if cell.second else "" for cell in row
+                ]
                 table.add_row(*(Text(row[i].text, styles[i]) + Text(row[i].mark) for i in shown))
             tables.append(table)
         return Group(*tables, Text(self.caption, "dim"), "")
@@ -146,7 +167,9 @@ class Grid:
         if groups := self.groups():
             lines.append(
                 " & ".join(
-                    rf"\multicolumn{{{span}}}{{c}}{{{_latex(name)}}}" if name else " & " * (span - 1)
+                    rf"\multicolumn{{{span}}}{{c}}{{{_latex(name)}}}"
+                    if name
+                    else " & " * (span - 1)
                     for name, span in groups
                 )
                 + r" \\"
@@ -162,13 +185,18 @@ class Grid:
         return "\n".join(lines) + "\n"
 
     def _latex_row(self, row: Sequence[Cell | str]) -> str:
-        texts = [_emphasised(c, _latex(c.text), r"\textbf{", "}", r"\underline{", "}") for c in self.cells(row)]
+        texts = [
+            _emphasised(c, _latex(c.text), r"\textbf{", "}", r"\underline{", "}")
+            for c in self.cells(row)
+        ]
         return " & ".join(texts) + r" \\"
 
     def csv(self) -> str:
         """The records, unrounded; an absent value is empty."""
         buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, list(self.records[0]) if self.records else [], lineterminator="\n")
+        writer = csv.DictWriter(
+            buffer, list(self.records[0]) if self.records else [], lineterminator="\n"
+        )
         writer.writeheader()
         writer.writerows(self.records)
         return buffer.getvalue()
@@ -194,7 +222,9 @@ def p_value(p: float) -> str:
 def pretty(metric: str) -> str:
     """A metric's name as it is written in papers: `ndcg_at_20` becomes NDCG@20."""
     name, _, k = metric.partition("_at_")
-    words = {"ndcg": "NDCG", "mrr": "MRR", "map": "MAP"}.get(name, name.replace("_", " ").capitalize())
+    words = {"ndcg": "NDCG", "mrr": "MRR", "map": "MAP"}.get(
+        name, name.replace("_", " ").capitalize()
+    )
     return f"{words}@{k}" if k else words
 
 

@@ -36,7 +36,8 @@ class Answer:
 
     Attributes:
         user: as asked for. known: False when the answer is the fallback.
-        items: the source's item ids, best first; equal scores in row order. rows: their row numbers.
+        items: the source's item ids, best first; equal scores in row order. rows: their row
+            numbers.
         scores: the method's scores; of the fallback, mean reciprocal ranks.
     """
 
@@ -51,7 +52,8 @@ class DomainModel:
     """One domain's finished model.
 
     Args:
-        run_dir: holds `config.yaml` and `model/` with the domain's files; a run's directory, or a model artifact's.
+        run_dir: holds `config.yaml` and `model/` with the domain's files; a run's directory, or a
+            model artifact's.
 
     Raises:
         CrossfedError: the run has not finished, has no such domain, or a file is damaged.
@@ -69,7 +71,8 @@ class DomainModel:
             self._digests, self._rows = index["digest"].to_numpy(), index["row"].to_numpy()
         except (OSError, ValueError, KeyError, pa.ArrowException) as error:
             raise CrossfedError(
-                f"{run_dir} does not say who and what its model of {domain} is about ({error}); it was made by an earlier "
+                f"{run_dir} does not say who and what its model of {domain} is about "
+                f"({error}); it was made by an earlier "
                 "version, or is damaged: run it again."
             ) from error
 
@@ -81,7 +84,11 @@ class DomainModel:
         """The row number of a user; None for one that the model does not know."""
         digest = user_digest(self._key, user)
         place = int(np.searchsorted(self._digests, digest))
-        return int(self._rows[place]) if place < len(self._rows) and self._digests[place] == digest else None
+        return (
+            int(self._rows[place])
+            if place < len(self._rows) and self._digests[place] == digest
+            else None
+        )
 
     def item_rows(self, items: Iterable[str]) -> list[int]:
         """Row numbers of items.
@@ -91,22 +98,31 @@ class DomainModel:
         """
         items = [str(item) for item in items]
         if unknown := [item for item in items if item not in self._places]:
-            raise CrossfedError(f"exclude names the item {unknown[0]!r}, which domain {self.domain} does not have")
+            raise CrossfedError(
+                f"exclude names the item {unknown[0]!r}, which domain {self.domain} does not have"
+            )
         return [self._places[item] for item in items]
 
     @cached_property
     def fallback(self) -> torch.Tensor:
-        """Scores [n_items] for a user nobody knows: the mean reciprocal rank of every item over the known users.
+        """Scores [n_items] for a user nobody knows: the mean reciprocal rank of every item over the
+        known users.
 
         Over `FALLBACK_USERS` of them, evenly spaced by row, where there are more.
         """
         n_users = len(self._rows)
-        users = np.unique(np.linspace(0, n_users - 1, min(n_users, FALLBACK_USERS)).astype(np.int64))
+        users = np.unique(
+            np.linspace(0, n_users - 1, min(n_users, FALLBACK_USERS)).astype(np.int64)
+        )
         total = torch.zeros(len(self.items), dtype=torch.float64)
         for first in range(0, len(users), _BLOCK):
             scores = self._scores(users[first : first + _BLOCK])
             order = scores.argsort(dim=1, descending=True, stable=True)
-            worth = torch.where(scores.gather(1, order) > -torch.inf, 1 / torch.arange(1, scores.shape[1] + 1.0), 0.0)
+            worth = torch.where(
+                scores.gather(1, order) > -torch.inf,
+                1 / torch.arange(1, scores.shape[1] + 1.0),
+                0.0,
+            )
             total.index_add_(0, order.flatten(), worth.flatten().double())
         return (total / len(users)).float()
 
@@ -114,12 +130,16 @@ class DomainModel:
         return self._scorer(users).detach().to("cpu", torch.float32).clone()
 
     def recommend(
-        self, users: Sequence[str], counts: Sequence[int] | None = None, exclude: Sequence[Sequence[int]] | None = None
+        self,
+        users: Sequence[str],
+        counts: Sequence[int] | None = None,
+        exclude: Sequence[Sequence[int]] | None = None,
     ) -> list[Answer]:
         """Recommend to users; who is unknown gets the fallback.
 
         Args:
-            users: the source's ids. counts: how many items each, `K` by default. exclude: item row numbers to leave out.
+            users: the source's ids. counts: how many items each, `K` by default. exclude: item row
+                numbers to leave out.
 
         Raises:
             CrossfedError: a count below 1.
@@ -144,4 +164,6 @@ class DomainModel:
         values, order = scores.sort(descending=True, stable=True)
         kept = min(count, int((values > -torch.inf).sum()))
         rows = tuple(order[:kept].tolist())
-        return Answer(user, known, tuple(self.items[row] for row in rows), rows, tuple(values[:kept].tolist()))
+        return Answer(
+            user, known, tuple(self.items[row] for row in rows), rows, tuple(values[:kept].tolist())
+        )

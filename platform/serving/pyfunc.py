@@ -1,8 +1,10 @@
-"""What `mlflow models serve` and `mlflow.pyfunc.load_model` load: one domain's model, asked with the source's own ids.
+"""What `mlflow models serve` and `mlflow.pyfunc.load_model` load: one domain's model, asked with
+the source's own ids.
 
-The model declares no input schema, on purpose. With one, MLflow changes requests before the model sees them: it takes columns
-apart, turns null into the text `None`, and refuses text/csv where a column holds lists. Everything is checked here instead, so
-that every input format gives the same answer, or a reason.
+The model declares no input schema, on purpose. With one, MLflow changes requests before the model
+sees them: it takes columns apart, turns null into the text `None`, and refuses text/csv where a
+column holds lists. Everything is checked here instead, so that every input format gives the same
+answer, or a reason.
 """
 
 from __future__ import annotations
@@ -54,13 +56,15 @@ class Recommender(PythonModel):
         (items,) = (root / "model").glob("*.items.parquet")
         self._model = DomainModel(root, items.name.removesuffix(".items.parquet"))
 
-    def predict(self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None) -> pd.DataFrame:
+    def predict(
+        self, context: Any, model_input: pd.DataFrame, params: dict[str, Any] | None = None
+    ) -> pd.DataFrame:
         """Recommend.
 
         Args:
-            model_input: requests, in any form that `requests_of` takes (MLflow wants this hint): `user` (the source's
-                id, text), optionally `k` and `exclude` (item ids to leave out, such as those
-                already seen); null is the same as absent.
+            model_input: requests, in any form that `requests_of` takes (MLflow wants this hint):
+                `user` (the source's id, text), optionally `k` and `exclude` (item ids to leave out,
+                such as those already seen); null is the same as absent.
             params: `k` and `exclude` of the requests that do not say.
 
         Returns:
@@ -117,7 +121,9 @@ def requests_of(model_input: Any) -> list[dict[str, Any]]:
         if all(isinstance(row, Mapping) for row in model_input):
             return [{name: _plain(value) for name, value in row.items()} for row in model_input]
         return [{"user": _plain(value)} for value in model_input]
-    raise CrossfedError(f'the input is {_words(model_input)}; give rows such as {{"user": "A2X3", "k": 10}}')
+    raise CrossfedError(
+        f'the input is {_words(model_input)}; give rows such as {{"user": "A2X3", "k": 10}}'
+    )
 
 
 def _from_columns(columns: Mapping[Any, Any]) -> list[dict[str, Any]]:
@@ -128,7 +134,8 @@ def _from_columns(columns: Mapping[Any, Any]) -> list[dict[str, Any]]:
     for name, values in columns.items():
         if isinstance(values, list) and len(values) != count:
             raise CrossfedError(
-                f"there are {count} users, but {len(values)} values of {name}: where some rows say less "
+                f"there are {count} users, but {len(values)} values of {name}: where some rows "
+                f"say less "
                 "than others, write null there, or send dataframe_records or a list as inputs"
             )
     return [
@@ -138,7 +145,9 @@ def _from_columns(columns: Mapping[Any, Any]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """The same without NumPy and pandas, in lists too: MLflow makes arrays of arrays without a dimension."""
+    """The same without NumPy and pandas, in lists too: MLflow makes arrays of arrays without a
+    dimension.
+    """
     if isinstance(value, np.ndarray | np.generic | pd.Series):
         value = value.tolist()
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
@@ -148,7 +157,9 @@ def _absent(value: Any) -> bool:
     return value is None or value is pd.NA or (isinstance(value, float) and value != value)
 
 
-def _checked(request: Mapping[Any, Any], general: Mapping[str, Any], place: int) -> tuple[str, int, list[str]]:
+def _checked(
+    request: Mapping[Any, Any], general: Mapping[str, Any], place: int
+) -> tuple[str, int, list[str]]:
     """User, k and excluded items of one request.
 
     Raises:
@@ -169,10 +180,13 @@ def _user(user: Any, where: str) -> str:
         raise CrossfedError(f"{where}user is missing or null; every row needs one user's id")
     if isinstance(user, Real) and not isinstance(user, bool):
         raise CrossfedError(
-            f"{where}user is the number {user}; an id is text, since 1, 01 and 1.0 may be three users: "
+            f"{where}user is the number {user}; an id is text, since 1, 01 and 1.0 may be "
+            f"three users: "
             "write it in quotation marks (in text/csv, MLflow reads digits as a number: send JSON)"
         )
-    raise CrossfedError(f"{where}user is {_words(user)}; give one user's id as text, one row a user")
+    raise CrossfedError(
+        f"{where}user is {_words(user)}; give one user's id as text, one row a user"
+    )
 
 
 def _count(k: Any, where: str) -> int:
@@ -199,12 +213,15 @@ def _items(exclude: Any, where: str) -> list[str]:
     exclude = _plain(exclude)
     if not isinstance(exclude, list):
         raise CrossfedError(
-            f"{where}exclude is {_words(shown)}; it must be a list of item ids, in text/csv as JSON "
+            f"{where}exclude is {_words(shown)}; it must be a list of item ids, in text/csv as "
+            f"JSON "
             'such as ["B01","B02"]'
         )
     for item in exclude:
         if not isinstance(item, str | Integral) or isinstance(item, bool):
-            raise CrossfedError(f"{where}exclude holds {_words(item)}; it must be a list of item ids")
+            raise CrossfedError(
+                f"{where}exclude holds {_words(item)}; it must be a list of item ids"
+            )
     return [str(item) for item in exclude]
 
 

@@ -1,12 +1,14 @@
-"""The trained model of one domain, ready to recommend: from a run's folder, or as an MLflow pyfunc, loaded without pickle.
+"""The trained model of one domain, ready to recommend: from a run's folder, or as an MLflow pyfunc,
+loaded without pickle.
 
     model = mlflow.pyfunc.load_model("models:/m-…")                 # or models:/<registered name>/1
     model.predict(pandas.DataFrame({"user": ["A2X3"], "k": [10]}))  # the source's own ids in, and out
 
-It loads in a fresh process without the run, its data or a network, and knows nothing of other domains. Interactions never
-leave their domain, so the model does not know what a user has already seen: items are left out only when the caller names
-them in `exclude`. User ids do not leave either: the model holds a keyed 64-bit digest of each, enough to recognise an id that
-is asked for. That is a pseudonym, not secrecy: whoever holds the model can test a guess.
+It loads in a fresh process without the run, its data or a network, and knows nothing of other
+domains. Interactions never leave their domain, so the model does not know what a user has already
+seen: items are left out only when the caller names them in `exclude`. User ids do not leave either:
+the model holds a keyed 64-bit digest of each, enough to recognise an id that is asked for. That is
+a pseudonym, not secrecy: whoever holds the model can test a guess.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A scoring server for one domain's model: MLflow's own, with every request read exactly.
 
-MLflow's server changes some requests before a model sees them: `instances` whose rows say different things lose which row said
-what, ids made of digits become numbers in text/csv, and keys that it does not know are dropped. Here a request becomes rows
-first, as it was sent; everything else (answers, errors, `/ping`, `/version`) is MLflow's.
+MLflow's server changes some requests before a model sees them: `instances` whose rows say different
+things lose which row said what, ids made of digits become numbers in text/csv, and keys that it
+does not know are dropped. Here a request becomes rows first, as it was sent; everything else
+(answers, errors, `/ping`, `/version`) is MLflow's.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ def exactly(app: App) -> App:
     """Hand every request to `/invocations` on as `dataframe_split`, or answer 400 with a reason."""
 
     async def wrapped(scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope.get("path") != "/invocations" or scope.get("method") != "POST":
+        if (
+            scope["type"] != "http"
+            or scope.get("path") != "/invocations"
+            or scope.get("method") != "POST"
+        ):
             await app(scope, receive, send)
             return
         body, more = b"", True
@@ -103,7 +108,8 @@ async def _refuse(send: Send, reason: str) -> None:
 
 
 def normalise(body: bytes, content_type: str) -> bytes | None:
-    """A request as JSON in the format `dataframe_split`; None for what is left to MLflow (other content types and charsets).
+    """A request as JSON in the format `dataframe_split`; None for what is left to MLflow (other
+    content types and charsets).
 
     Raises:
         CrossfedError: what is wrong with it.
@@ -122,11 +128,14 @@ def normalise(body: bytes, content_type: str) -> bytes | None:
     given = [name for name in FORMATS if name in sent] if isinstance(sent, dict) else []
     if len(given) != 1:
         raise CrossfedError(
-            f"give a JSON object with exactly one of {', '.join(FORMATS)}; there {'is' if len(given) < 2 else 'are'} "
+            f"give a JSON object with exactly one of {', '.join(FORMATS)}; there "
+            f"{'is' if len(given) < 2 else 'are'} "
             f"{', '.join(given) or 'none'}"
         )
     if unknown := [name for name in sent if name not in (*given, "params")]:
-        raise CrossfedError(f"the request has no {unknown[0]!r}; beside {given[0]} there may be params")
+        raise CrossfedError(
+            f"the request has no {unknown[0]!r}; beside {given[0]} there may be params"
+        )
     params = {} if sent.get("params") is None else sent["params"]
     if not isinstance(params, dict):
         raise CrossfedError('params must be an object such as {"k": 5}')
@@ -140,7 +149,11 @@ def _rows(name: str, data: Any) -> list[dict[str, Any]]:
     from crossfed.platform.serving.pyfunc import requests_of
 
     if name == "dataframe_split":
-        if not isinstance(data, dict) or not {"columns", "data"} <= set(data) <= {"columns", "data", "index"}:
+        if not isinstance(data, dict) or not {"columns", "data"} <= set(data) <= {
+            "columns",
+            "data",
+            "index",
+        }:
             raise CrossfedError("dataframe_split must hold columns and data")
         columns, rows = data["columns"], data["data"]
         if not isinstance(columns, list) or not isinstance(rows, list):
@@ -148,33 +161,46 @@ def _rows(name: str, data: Any) -> list[dict[str, Any]]:
         _once(columns)
         for place, row in enumerate(rows, 1):
             if not isinstance(row, list) or len(row) != len(columns):
-                raise CrossfedError(f"row {place} of dataframe_split must be a list of {len(columns)} values")
+                raise CrossfedError(
+                    f"row {place} of dataframe_split must be a list of {len(columns)} values"
+                )
         return [dict(zip(map(str, columns), row, strict=True)) for row in rows]
-    if name == "dataframe_records" and not (isinstance(data, list) and all(isinstance(row, dict) for row in data)):
-        raise CrossfedError('dataframe_records must be a list of objects such as {"user": "A2X3", "k": 10}')
+    if name == "dataframe_records" and not (
+        isinstance(data, list) and all(isinstance(row, dict) for row in data)
+    ):
+        raise CrossfedError(
+            'dataframe_records must be a list of objects such as {"user": "A2X3", "k": 10}'
+        )
     return requests_of(data)
 
 
 def _from_csv(body: bytes) -> list[dict[str, Any]]:
-    """Requests from text/csv with a header: cells are text, `k` a number; an empty cell is absent."""
+    """Requests from text/csv with a header: cells are text, `k` a number; an empty cell is absent.
+    """
     try:
         reader = csv.reader(io.StringIO(body.decode("utf-8-sig"), newline=""), strict=True)
         lines = [line for line in reader if line]
     except (UnicodeDecodeError, csv.Error) as error:
         raise CrossfedError(f"the request is not CSV in UTF-8: {error}") from error
     if not lines:
-        raise CrossfedError("the request is empty; text/csv begins with a line of names such as user,k")
+        raise CrossfedError(
+            "the request is empty; text/csv begins with a line of names such as user,k"
+        )
     names, rows = lines[0], []
     _once(names)
     for place, line in enumerate(lines[1:], 1):
         if len(line) != len(names):
-            raise CrossfedError(f"row {place} has {len(line)} cells, but there are {len(names)} names")
+            raise CrossfedError(
+                f"row {place} has {len(line)} cells, but there are {len(names)} names"
+            )
         row: dict[str, Any] = {name: cell or None for name, cell in zip(names, line, strict=True)}
         if row.get("k") is not None:
             try:
                 row["k"] = float(row["k"])
             except ValueError as error:
-                raise CrossfedError(f"row {place}: k is {row['k']!r}; it must be a whole number") from error
+                raise CrossfedError(
+                    f"row {place}: k is {row['k']!r}; it must be a whole number"
+                ) from error
         rows.append(row)
     return rows
 
@@ -187,4 +213,6 @@ def _once(names: list[Any]) -> None:
 def _split(rows: list[dict[str, Any]], params: dict[str, Any]) -> bytes:
     columns = list(dict.fromkeys(name for row in rows for name in row)) or ["user"]
     data = [[row.get(name) for name in columns] for row in rows]
-    return json.dumps({"dataframe_split": {"columns": columns, "data": data}, "params": params}).encode()
+    return json.dumps(
+        {"dataframe_split": {"columns": columns, "data": data}, "params": params}
+    ).encode()

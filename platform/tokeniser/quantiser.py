@@ -1,17 +1,18 @@
 """Residual quantisers: public item vectors to semantic IDs, and back.
 
-Both kinds map a vector to a short latent vector and that to L codes, each the codeword nearest to what the codes before it left
-over:
+Both kinds map a vector to a short latent vector and that to L codes, each the codeword nearest to
+what the codes before it left over:
 
     ResidualKMeans   the latent space is spanned by the principal axes; codewords are K-means centres, level by level
     ResidualVAE      starts as that, then learns axes, codewords and a network beside each set of axes by gradients (RQ-VAE)
 
-Equation numbers are those of FedCGR (arXiv 2608.10929). Notation: n vectors x of width d_x, latent vectors of width d, L levels,
-C codewords z per level, r_l the residual at level l.
+Equation numbers are those of FedCGR (arXiv 2608.10929). Notation: n vectors x of width d_x, latent
+vectors of width d, L levels, C codewords z per level, r_l the residual at level l.
 
-Not stated in the paper, and chosen here: the networks (one hidden layer, added to a linear map; a start at the principal axes
-needs tens of epochs where a random start needs thousands), the regularisers behind L_entropy and L_collision, and that the
-codewords learn by van den Oord's codebook loss, which is added to Eq. (4).
+Not stated in the paper, and chosen here: the networks (one hidden layer, added to a linear map; a
+start at the principal axes needs tens of epochs where a random start needs thousands), the
+regularisers behind L_entropy and L_collision, and that the codewords learn by van den Oord's
+codebook loss, which is added to Eq. (4).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ BLOCK = 4096
 """Rows that are encoded at a time."""
 
 
-# -- quantising --------------------------------------------------------------------------------------------------
+# -- quantising ------------------------------------------------------------------------------------
 
 
 def next_residual(r: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,11 +47,13 @@ def next_residual(r: Tensor, codebook: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         r: residuals [n, d]. codebook: [C, d].
 
     Returns:
-        codes int64 [n], residuals of the next level [n, d] (no gradient goes through what was taken away), and the squared
-        distances to all codewords [n, C].
+        codes int64 [n], residuals of the next level [n, d] (no gradient goes through what was taken
+        away), and the squared distances to all codewords [n, C].
     """
     inner = r @ codebook.T
-    distances = (r.square().sum(dim=1, keepdim=True) - 2 * inner + codebook.square().sum(dim=1)).clamp(min=0)
+    distances = (
+        r.square().sum(dim=1, keepdim=True) - 2 * inner + codebook.square().sum(dim=1)
+    ).clamp(min=0)
     codes = distances.argmin(dim=1)
     return codes, r - codebook[codes].detach(), distances
 
@@ -62,7 +65,8 @@ def quantise(latent: Tensor, codebooks: Tensor) -> tuple[Tensor, list[Tensor], l
         latent: r_1, [n, d]. codebooks: [L, C, d].
 
     Returns:
-        codes int64 [n, L]; the residuals r_1 … r_{L+1}, each [n, d]; the squared distances per level, each [n, C].
+        codes int64 [n, L]; the residuals r_1 … r_{L+1}, each [n, d]; the squared distances per
+        level, each [n, C].
     """
     codes, residuals, distances = [], [latent], []
     for codebook in codebooks:
@@ -73,33 +77,38 @@ def quantise(latent: Tensor, codebooks: Tensor) -> tuple[Tensor, list[Tensor], l
     return torch.stack(codes, dim=1), residuals, distances
 
 
-# -- the loss ----------------------------------------------------------------------------------------------------
+# -- the loss --------------------------------------------------------------------------------------
 
 
 def pull(a: Sequence[Tensor], b: Sequence[Tensor], width: int) -> Tensor:
     """Σ over levels of the mean over rows of ‖a - b‖² / width.
 
-    Divided by the width of x, not of the latent space: at the principal axes that is the share of the variance that is lost, the
-    unit of the reconstruction loss.
+    Divided by the width of x, not of the latent space: at the principal axes that is the share of
+    the variance that is lost, the unit of the reconstruction loss.
 
     Args:
         a, b: per level, [n, d].
     """
-    return torch.stack([(u - v).square().sum(dim=1).mean() for u, v in zip(a, b, strict=True)]).sum() / width
+    return (
+        torch.stack([(u - v).square().sum(dim=1).mean() for u, v in zip(a, b, strict=True)]).sum()
+        / width
+    )
 
 
 def soft_codes(distances: Tensor) -> Tensor:
-    """How likely each code were if codes were drawn by nearness: softmax(-distance / T), [n, C] -> [n, C].
+    """How likely each code were if codes were drawn by nearness: softmax(-distance / T), [n, C] ->
+    [n, C].
 
-    T is the mean squared distance to the nearest codeword, so that a level's own scale does not matter; no gradient goes
-    through it.
+    T is the mean squared distance to the nearest codeword, so that a level's own scale does not
+    matter; no gradient goes through it.
     """
     temperature = distances.detach().amin(dim=1).mean().clamp(min=1e-8)
     return (-distances / temperature).softmax(dim=1)
 
 
 def entropy_gap(soft: Sequence[Tensor]) -> Tensor:
-    """L_entropy: the mean over levels of ln C - H(p), with p the mean of the soft codes over the rows.
+    """L_entropy: the mean over levels of ln C - H(p), with p the mean of the soft codes over the
+    rows.
 
     Args:
         soft: per level, [n, C].
@@ -114,7 +123,8 @@ def entropy_gap(soft: Sequence[Tensor]) -> Tensor:
 def colliding_pairs(codes: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows that have all codes in common though their vectors differ.
 
-    Every row is paired with the next one of the same codes, so there are fewer pairs than rows, however many collide.
+    Every row is paired with the next one of the same codes, so there are fewer pairs than rows,
+    however many collide.
 
     Args:
         codes: int64 [n, L]. x: the vectors, [n, d_x].
@@ -132,7 +142,8 @@ def colliding_pairs(codes: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 def collision(soft: Sequence[Tensor], codes: Tensor, x: Tensor) -> Tensor:
     """L_collision: Σ over colliding pairs (i, j) of Π_l cos(q_i^l, q_j^l) / n, q the soft codes.
 
-    The product is 1 for two items that no codebook could tell apart and falls as any level begins to.
+    The product is 1 for two items that no codebook could tell apart and falls as any level begins
+    to.
 
     Args:
         soft: per level, [n, C]. codes: int64 [n, L]. x: [n, d_x].
@@ -145,8 +156,11 @@ def collision(soft: Sequence[Tensor], codes: Tensor, x: Tensor) -> Tensor:
     return alike.sum() / len(codes)
 
 
-def tokeniser_loss(terms: Mapping[str, Tensor], beta: float, entropy: float, collision: float) -> Tensor:
-    """Eq. (4): L_recon + β L_commit + λ_e L_entropy + λ_c L_collision, plus the codebook loss that moves the codewords.
+def tokeniser_loss(
+    terms: Mapping[str, Tensor], beta: float, entropy: float, collision: float
+) -> Tensor:
+    """Eq. (4): L_recon + β L_commit + λ_e L_entropy + λ_c L_collision, plus the codebook loss that
+    moves the codewords.
 
     Args:
         terms: "recon", "commit", "codebook", "entropy", "collision": scalars.
@@ -155,18 +169,20 @@ def tokeniser_loss(terms: Mapping[str, Tensor], beta: float, entropy: float, col
     return terms["recon"] + terms["codebook"] + beta * terms["commit"] + regularised
 
 
-# -- starting values ---------------------------------------------------------------------------------------------
+# -- starting values -------------------------------------------------------------------------------
 
 
 def principal_axes(x: Tensor, dim: int) -> Tensor:
-    """The `dim` orthonormal directions of largest variance of centred rows, [n, d_x] -> [d_x, dim]."""
+    """The `dim` orthonormal directions of largest variance of centred rows, [n, d_x] -> [d_x, dim].
+    """
     x = x.double()
     axes: Tensor = torch.linalg.eigh(x.T @ x).eigenvectors.flip(1)[:, :dim]
     return axes
 
 
 def kmeans(x: Floats, k: int, seed: int) -> Floats:
-    """K-means centres of the rows of x, [n, d] -> [k, d]; with fewer than k distinct rows the last centre is repeated.
+    """K-means centres of the rows of x, [n, d] -> [k, d]; with fewer than k distinct rows the last
+    centre is repeated.
 
     On one thread: on several, which one is first decides the last bits.
     """
@@ -176,14 +192,14 @@ def kmeans(x: Floats, k: int, seed: int) -> Floats:
     return np.concatenate([centres, np.repeat(centres[-1:], k - found, axis=0)])
 
 
-# -- the two kinds -----------------------------------------------------------------------------------------------
+# -- the two kinds ---------------------------------------------------------------------------------
 
 
 class ResidualKMeans(nn.Module):
     """Principal axes and K-means codewords of the residuals.
 
-    Axes beyond `dim` are left out: the residuals of long vectors differ so much in length that K-means would spend most
-    centres on a few outliers.
+    Axes beyond `dim` are left out: the residuals of long vectors differ so much in length that
+    K-means would spend most centres on a few outliers.
 
     Args:
         width: d_x. dim: d, cut to d_x. levels: L. codes: C.
@@ -197,7 +213,10 @@ class ResidualKMeans(nn.Module):
         dim = min(dim, width)
         self.register_buffer("mean", torch.zeros(width))
         self.register_buffer("scale", torch.ones(()))
-        self.into, self.out = nn.Parameter(torch.zeros(width, dim)), nn.Parameter(torch.zeros(dim, width))
+        self.into, self.out = (
+            nn.Parameter(torch.zeros(width, dim)),
+            nn.Parameter(torch.zeros(dim, width)),
+        )
         self.codebooks = nn.Parameter(torch.zeros(levels, codes, dim))
 
     def encode(self, x: Tensor) -> Tensor:
@@ -222,7 +241,9 @@ class ResidualKMeans(nn.Module):
         self.out.copy_(axes.T)
         left = self.latent(x)
         for level, codebook in enumerate(self.codebooks):
-            codebook.copy_(torch.from_numpy(kmeans(left.cpu().numpy(), len(codebook), seed + level)))
+            codebook.copy_(
+                torch.from_numpy(kmeans(left.cpu().numpy(), len(codebook), seed + level))
+            )
             left = next_residual(left, codebook)[1]
 
     @torch.no_grad()
@@ -233,23 +254,30 @@ class ResidualKMeans(nn.Module):
     @torch.no_grad()
     def codes(self, x: Tensor) -> Tensor:
         """Semantic IDs of raw vectors, [n, d_x] -> int64 [n, L]."""
-        return torch.cat([quantise(rows, self.codebooks)[0] for rows in self.latent(x).split(BLOCK)])
+        return torch.cat(
+            [quantise(rows, self.codebooks)[0] for rows in self.latent(x).split(BLOCK)]
+        )
 
     @torch.no_grad()
     def errors(self, x: Tensor) -> list[float]:
-        """Per level l, the share of the variance of raw vectors [n, d_x] that the first l codes leave unexplained."""
+        """Per level l, the share of the variance of raw vectors [n, d_x] that the first l codes
+        leave unexplained.
+        """
         total = torch.zeros(1 + len(self.codebooks), dtype=torch.float64)
         for rows in x.split(BLOCK):
             target = self.standardise(rows)
             latent = self.encode(target)
             total[0] += target.square().sum(dtype=torch.float64).cpu()
             for level, left in enumerate(quantise(latent, self.codebooks)[1][1:], start=1):
-                total[level] += (self.decode(latent - left) - target).square().sum(dtype=torch.float64).cpu()
+                total[level] += (
+                    (self.decode(latent - left) - target).square().sum(dtype=torch.float64).cpu()
+                )
         return [float(value) for value in total[1:] / total[0].clamp(min=1e-12)]
 
 
 class ResidualVAE(ResidualKMeans):
-    """RQ-VAE (Lee et al. 2022; Rajput et al. 2023): a network with one hidden layer beside each set of axes.
+    """RQ-VAE (Lee et al. 2022; Rajput et al. 2023): a network with one hidden layer beside each set
+    of axes.
 
     The networks' last layers start at zero, so that `fit` starts the model as the residual K-means.
 
@@ -257,7 +285,9 @@ class ResidualVAE(ResidualKMeans):
         hidden: width of the hidden layers. rng: CPU generator of their start.
     """
 
-    def __init__(self, width: int, dim: int, levels: int, codes: int, hidden: int, rng: torch.Generator) -> None:
+    def __init__(
+        self, width: int, dim: int, levels: int, codes: int, hidden: int, rng: torch.Generator
+    ) -> None:
         super().__init__(width, dim, levels, codes)
         dim = min(dim, width)
         self.down, self.down_to = nn.Linear(width, hidden), nn.Linear(hidden, dim)
@@ -265,7 +295,12 @@ class ResidualVAE(ResidualKMeans):
         with torch.no_grad():
             for first in (self.down, self.up):
                 first.weight.normal_(std=first.in_features**-0.5, generator=rng)
-            for zero in (self.down.bias, self.up.bias, *self.down_to.parameters(), *self.up_to.parameters()):
+            for zero in (
+                self.down.bias,
+                self.up.bias,
+                *self.down_to.parameters(),
+                *self.up_to.parameters(),
+            ):
                 zero.zero_()
 
     def encode(self, x: Tensor) -> Tensor:
@@ -277,13 +312,16 @@ class ResidualVAE(ResidualKMeans):
         return super().decode(latent) + bent
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """The terms of `tokeniser_loss` on a batch of raw vectors [n, d_x]; "recon" is a mean over rows and columns."""
+        """The terms of `tokeniser_loss` on a batch of raw vectors [n, d_x]; "recon" is a mean over
+        rows and columns.
+        """
         target = self.standardise(x)
         latent = self.encode(target)
         codes, residuals, distances = quantise(latent, self.codebooks)
         words = [codebook[column] for codebook, column in zip(self.codebooks, codes.T, strict=True)]
         rounded = torch.stack(words).sum(dim=0)
-        straight = latent + (rounded - latent).detach()  # to the encoder, as if nothing had been rounded
+        # to the encoder, as if nothing had been rounded
+        straight = latent + (rounded - latent).detach()
         soft = [soft_codes(distance) for distance in distances]
         width = x.shape[1]
         return {
@@ -295,11 +333,12 @@ class ResidualVAE(ResidualKMeans):
         }
 
 
-# -- training ----------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 def shuffle_groups(codes: Tensor, rng: torch.Generator) -> Tensor:
-    """A random order of the rows that keeps rows of the same codes side by side, so that colliding items share a batch.
+    """A random order of the rows that keeps rows of the same codes side by side, so that colliding
+    items share a batch.
 
     Args:
         codes: int64 [n, L].
@@ -313,7 +352,8 @@ def shuffle_groups(codes: Tensor, rng: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def revive(quantiser: ResidualKMeans, x: Tensor, rng: torch.Generator) -> int:
-    """Move codewords that no vector uses onto residuals of their level, drawn with the squared error there as weight.
+    """Move codewords that no vector uses onto residuals of their level, drawn with the squared
+    error there as weight.
 
     Args:
         x: raw vectors, [n, d_x].
@@ -327,7 +367,9 @@ def revive(quantiser: ResidualKMeans, x: Tensor, rng: torch.Generator) -> int:
         unused = (torch.bincount(codes, minlength=len(codebook)) == 0).nonzero().squeeze(1)
         weight = after.square().sum(dim=1).double().cpu()
         if 0 < len(unused) <= int((weight > 0).sum()):
-            codebook[unused] = left[torch.multinomial(weight, len(unused), generator=rng).to(left.device)]
+            codebook[unused] = left[
+                torch.multinomial(weight, len(unused), generator=rng).to(left.device)
+            ]
             moved += len(unused)
             after = next_residual(left, codebook)[1]
         left = after
@@ -335,14 +377,16 @@ def revive(quantiser: ResidualKMeans, x: Tensor, rng: torch.Generator) -> int:
 
 
 class Training:
-    """The epochs of a ResidualVAE; the same numbers wherever it runs, and after any interruption between epochs.
+    """The epochs of a ResidualVAE; the same numbers wherever it runs, and after any interruption
+    between epochs.
 
     Args:
         model: fitted (`fit`), on its device. x: raw vectors [n, d_x], all of them, on that device.
         epochs, batch_size, lr: Adam with a learning rate that falls along a cosine from `lr` to 0.
         beta, entropy, collision: the weights of `tokeniser_loss`.
         seed: of the batches and of revived codewords.
-        wrap: makes the model data-parallel; it shares its parameters. rank, workers: this process's part of every batch.
+        wrap: makes the model data-parallel; it shares its parameters. rank, workers: this process's
+            part of every batch.
     """
 
     def __init__(
@@ -369,7 +413,8 @@ class Training:
         self.done = 0
 
     def epoch(self) -> dict[str, float]:
-        """One pass over all vectors; returns the mean of every loss term over this process's part."""
+        """One pass over all vectors; returns the mean of every loss term over this process's part.
+        """
         _, rng = generators(self.seed, "tokeniser", self.done + 1)
         for group in self.optimiser.param_groups:
             group["lr"] = self.lr * 0.5 * (1 + math.cos(math.pi * self.done / self.epochs))
@@ -390,7 +435,11 @@ class Training:
 
     def state_dict(self) -> dict[str, Any]:
         """All that training continues from."""
-        return {"model": self.model.state_dict(), "optimiser": self.optimiser.state_dict(), "done": self.done}
+        return {
+            "model": self.model.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "done": self.done,
+        }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         self.model.load_state_dict(saved["model"])

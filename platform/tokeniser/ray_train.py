@@ -1,4 +1,6 @@
-"""Training the shared tokeniser with Ray Train: data-parallel workers, checkpoints, and a new start from the last one."""
+"""Training the shared tokeniser with Ray Train: data-parallel workers, checkpoints, and a new start
+from the last one.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,23 @@ from crossfed.platform.tokeniser import spec
 def in_a_trial() -> bool:
     """Whether this process runs in somebody's placement group, as a Tune trial does.
 
-    Workers of a nested trainer would have to wait for resources that the trial holds, so training stays in this process there.
+    Workers of a nested trainer would have to wait for resources that the trial holds, so training
+    stays in this process there.
     """
     return bool(ray.is_initialized()) and ray.util.get_current_placement_group() is not None
 
 
-def train(spec: spec.Spec, x: torch.Tensor, out: Path, key: str, resources: Resources) -> Mapping[str, torch.Tensor]:
+def train(
+    spec: spec.Spec, x: torch.Tensor, out: Path, key: str, resources: Resources
+) -> Mapping[str, torch.Tensor]:
     """Train an RQ-VAE on `spec.workers` workers; returns its parameters.
 
-    With one worker on a CPU the numbers are those of `tokeniser.train_here`, bit for bit. A lost worker, and a training of the
-    same key that was interrupted, go on from the last checkpoint.
+    With one worker on a CPU the numbers are those of `tokeniser.train_here`, bit for bit. A lost
+    worker, and a training of the same key that was interrupted, go on from the last checkpoint.
 
     Args:
-        x: [n, width]. out: absolute folder on storage that all machines share. key: names the training in it.
+        x: [n, width]. out: absolute folder on storage that all machines share. key: names the
+            training in it.
 
     Raises:
         CrossfedError: the workers failed again and again.
@@ -51,7 +57,9 @@ def train(spec: spec.Spec, x: torch.Tensor, out: Path, key: str, resources: Reso
         trainer = TorchTrainer(
             _worker,
             train_loop_config={"spec": spec, "x": ray.put(x.numpy()), "threads": resources.threads},
-            scaling_config=ScalingConfig(num_workers=spec.workers, use_gpu=gpu, resources_per_worker={"CPU": share}),
+            scaling_config=ScalingConfig(
+                num_workers=spec.workers, use_gpu=gpu, resources_per_worker={"CPU": share}
+            ),
             run_config=TrainConfig(
                 name=key,
                 storage_path=str(out),
@@ -72,7 +80,8 @@ def train(spec: spec.Spec, x: torch.Tensor, out: Path, key: str, resources: Reso
 
 
 def _fit(trainer: TorchTrainer, seconds: float) -> ray.train.Result:
-    """`trainer.fit()` beside the main thread, in which it would keep Ctrl-C for itself for as long as the process lives.
+    """`trainer.fit()` beside the main thread, in which it would keep Ctrl-C for itself for as long
+    as the process lives.
 
     Raises:
         CrossfedError: it took longer than so many seconds.
@@ -92,7 +101,8 @@ def _fit(trainer: TorchTrainer, seconds: float) -> ray.train.Result:
         if done.done():  # the training's own
             raise
         raise CrossfedError(
-            f"The tokeniser was not trained within {seconds:g} s (resources.round_timeout); its last checkpoint stays, and the "
+            f"The tokeniser was not trained within {seconds:g} s (resources.round_timeout); "
+            f"its last checkpoint stays, and the "
             "same command goes on from it."
         ) from error
 
@@ -103,7 +113,12 @@ def _worker(told: dict[str, Any]) -> None:
     torch.set_num_threads(told["threads"])
     x = torch.from_numpy(ray.get(told["x"]).copy())
     training = spec.start(
-        spec, x, get_device(), wrap=prepare_model, rank=context.get_world_rank(), workers=context.get_world_size()
+        spec,
+        x,
+        get_device(),
+        wrap=prepare_model,
+        rank=context.get_world_rank(),
+        workers=context.get_world_size(),
     )
     kept = ray.train.get_checkpoint()
     if kept is not None:

@@ -25,7 +25,9 @@ EVERY = 5
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """All that a tokeniser's numbers depend on, besides the vectors. Names as in `config.Tokeniser`."""
+    """All that a tokeniser's numbers depend on, besides the vectors. Names as in
+    `config.Tokeniser`.
+    """
 
     kind: str
     levels: int
@@ -46,17 +48,32 @@ class Spec:
         """The tokeniser of a run.
 
         Raises:
-            CrossfedError: the method's Config does not say how many codes of how many levels it wants.
+            CrossfedError: the method's Config does not say how many codes of how many levels it
+                wants.
         """
         own, settings = config.method_config(), config.tokeniser
         levels, codebook = getattr(own, "levels", None), getattr(own, "codebook", None)
-        if not isinstance(levels, int) or not isinstance(codebook, int) or min(levels, codebook) < 1:
+        if (
+            not isinstance(levels, int)
+            or not isinstance(codebook, int)
+            or min(levels, codebook) < 1
+        ):
             raise CrossfedError(
-                f"{config.method} asks for semantic IDs, so its Config must hold the positive whole numbers levels and codebook; "
+                f"{config.method} asks for semantic IDs, so its Config must hold the positive "
+                f"whole numbers levels and codebook; "
                 f"it has levels={levels}, codebook={codebook}."
             )
         shared: dict[str, Any] = {"kind": settings.kind, "dim": settings.dim, "seed": settings.seed}
-        trained = {"hidden", "epochs", "batch_size", "lr", "beta", "entropy", "collision", "workers"}
+        trained = {
+            "hidden",
+            "epochs",
+            "batch_size",
+            "lr",
+            "beta",
+            "entropy",
+            "collision",
+            "workers",
+        }
         if settings.kind == "rqvae":
             shared |= {name: getattr(settings, name) for name in trained}
         return cls(levels=levels, codebook=codebook, **shared)

@@ -1,15 +1,18 @@
-"""The shared tokeniser: public item text vectors of all domains to semantic IDs, trained once and then frozen.
+"""The shared tokeniser: public item text vectors of all domains to semantic IDs, trained once and
+then frozen.
 
-A method that names "sids" among its artifacts finds int64 [n_items, levels] in `ctx.artifacts["sids"]`: the semantic IDs of its
-own domain's items, made by one tokeniser for all domains of the run. Its Config says how many `levels` and how large a `codebook`
-it wants, because shapes of its parameters follow from them; the run's `tokeniser:` block says everything else.
+A method that names "sids" among its artifacts finds int64 [n_items, levels] in
+`ctx.artifacts["sids"]`: the semantic IDs of its own domain's items, made by one tokeniser for all
+domains of the run. Its Config says how many `levels` and how large a `codebook` it wants, because
+shapes of its parameters follow from them; the run's `tokeniser:` block says everything else.
 
     ROOT/sids/ab/ab12….npy           the semantic IDs of all items
     ROOT/sids/ab/ab12….safetensors   the frozen tokeniser that gives them
     ROOT/sids/ab/ab12….json          how it was made, and what it leaves unexplained
 
-The key is a hash over the text vectors' keys and the settings, whatever the domains are called and in whatever order they come.
-While a tokeniser is trained, its checkpoints lie below `--out`; an interrupted training goes on from there.
+The key is a hash over the text vectors' keys and the settings, whatever the domains are called and
+in whatever order they come. While a tokeniser is trained, its checkpoints lie below `--out`; an
+interrupted training goes on from there.
 """
 
 from __future__ import annotations
@@ -40,12 +43,17 @@ CHECKPOINTS = ".tokeniser"
 """Folder of unfinished trainings below `--out`."""
 
 SIDS, SHAPE, ERRORS = "sids", "sids_shape", "sids_errors"
-"""Names of the arrays that a domain gets: its semantic IDs; (levels, codebook) as int64 [2]; per level, float64 [levels], the
-share of the variance of all domains' text vectors that the codes up to there leave unexplained."""
+"""Names of the arrays that a domain gets: its semantic IDs; (levels, codebook) as int64 [2]; per
+level, float64 [levels], the share of the variance of all domains' text vectors that the codes up to
+there leave unexplained."""
 
 
-def train_here(spec: Spec, x: torch.Tensor, folder: Path, device: torch.device) -> Mapping[str, torch.Tensor]:
-    """Train an RQ-VAE in this process, from its last checkpoint in `folder` if there is one; returns its parameters."""
+def train_here(
+    spec: Spec, x: torch.Tensor, folder: Path, device: torch.device
+) -> Mapping[str, torch.Tensor]:
+    """Train an RQ-VAE in this process, from its last checkpoint in `folder` if there is one;
+    returns its parameters.
+    """
     training, kept = start(spec, x, device), checkpoint.Checkpoints(folder, ("training",))
     if (found := kept.latest()) is not None:
         training.load_state_dict(checkpoint.load(found[0] / "training"))
@@ -84,7 +92,8 @@ def _train(config: RunConfig, spec: Spec, x: torch.Tensor, key: str) -> Mapping[
             return state
     if spec.workers > 1:
         raise CrossfedError(
-            f"tokeniser.workers={spec.workers} trains with Ray Train, which neither --backend inprocess nor a search's trial "
+            f"tokeniser.workers={spec.workers} trains with Ray Train, which neither --backend "
+            f"inprocess nor a search's trial "
             "uses; set it to 1."
         )
     state = train_here(spec, x, out / key, local_device(config))
@@ -92,8 +101,11 @@ def _train(config: RunConfig, spec: Spec, x: torch.Tensor, key: str) -> Mapping[
     return state
 
 
-def tokenise(config: RunConfig, texts: Mapping[str, tuple[str, Array]], view: Progress) -> dict[str, dict[str, Array]]:
-    """The semantic IDs of every domain's items; trains the tokeniser where the cache does not hold it.
+def tokenise(
+    config: RunConfig, texts: Mapping[str, tuple[str, Array]], view: Progress
+) -> dict[str, dict[str, Array]]:
+    """The semantic IDs of every domain's items; trains the tokeniser where the cache does not hold
+    it.
 
     Args:
         texts: domain -> the key of its text vectors, and the vectors, float32 [n_items, width].
@@ -103,13 +115,15 @@ def tokenise(config: RunConfig, texts: Mapping[str, tuple[str, Array]], view: Pr
         domain -> the arrays named above.
 
     Raises:
-        CrossfedError: the tokeniser has collapsed, cannot be trained here, or the method does not say what it wants.
+        CrossfedError: the tokeniser has collapsed, cannot be trained here, or the method does not
+            say what it wants.
     """
     spec, settings = Spec.of(config), config.tokeniser
     order = sorted(texts, key=lambda name: (texts[name][0], name))
     key = spec.key([texts[name][0] for name in order])
     vectors = torch.from_numpy(np.concatenate([texts[name][1] for name in order]))
-    described = vectors[vectors.abs().sum(dim=1) > 0]  # an item without text has a zero vector, and nothing to teach
+    # an item without text has a zero vector, and nothing to teach
+    described = vectors[vectors.abs().sum(dim=1) > 0]
     store, about = ArtifactStore(), dict[str, Any](spec=asdict(spec), items=len(vectors))
     model_file = store.root / "sids" / key[:2] / f"{key}.safetensors"
 
@@ -119,13 +133,15 @@ def tokenise(config: RunConfig, texts: Mapping[str, tuple[str, Array]], view: Pr
         torch.set_num_threads(config.resources.threads)
         try:
             state = {
-                name: value.detach().cpu().contiguous() for name, value in _train(config, spec, described, key).items()
+                name: value.detach().cpu().contiguous()
+                for name, value in _train(config, spec, described, key).items()
             }
             told = json.dumps({"spec": asdict(spec), "width": vectors.shape[1]})
             temporary = model_file.with_suffix(".partial")
             with checkpoint.writing(model_file):
                 save_file(state, temporary, metadata={"tokeniser": told})
-                temporary.chmod(0o644)  # safetensors' 0600 would lock other users of a shared cache out
+                # safetensors' 0600 would lock other users of a shared cache out
+                temporary.chmod(0o644)
                 temporary.replace(model_file)
             model = frozen(model_file)
             about["errors"] = model.errors(described)
@@ -146,20 +162,23 @@ def tokenise(config: RunConfig, texts: Mapping[str, tuple[str, Array]], view: Pr
 
 
 def fits(config: RunConfig, artifacts: Mapping[str, Mapping[str, Array]]) -> bool:
-    """Whether semantic IDs made for another configuration of the same study have the shape that this one wants."""
+    """Whether semantic IDs made for another configuration of the same study have the shape that
+    this one wants.
+    """
     if SIDS not in config.resolved.artifacts:
         return True
     spec = Spec.of(config)
     return all(tuple(found[SHAPE]) == (spec.levels, spec.codebook) for found in artifacts.values())
 
 
-# -- what it is like ---------------------------------------------------------------------------------------------
+# -- what it is like -------------------------------------------------------------------------------
 
 
 def codebook_use(sids: npt.NDArray[np.int64], codebook: int) -> tuple[list[float], list[int]]:
     """Per level, the perplexity of the codes and the number of codes that no item has.
 
-    The perplexity is exp(-Σ p ln p), p the share of items with a code: the number of codes if all were used alike.
+    The perplexity is exp(-Σ p ln p), p the share of items with a code: the number of codes if all
+    were used alike.
 
     Args:
         sids: [n_items, levels].
@@ -171,15 +190,20 @@ def codebook_use(sids: npt.NDArray[np.int64], codebook: int) -> tuple[list[float
 
 
 def collision_rate(sids: npt.NDArray[np.int64]) -> float:
-    """The share of items that have their semantic ID in common with another item. [n_items, levels]."""
+    """The share of items that have their semantic ID in common with another item. [n_items,
+    levels].
+    """
     counts = np.unique(sids, axis=0, return_counts=True)[1]
     return float(counts[counts > 1].sum() / len(sids))
 
 
 def describe(config: RunConfig, artifacts: Mapping[str, Mapping[str, Array]]) -> dict[str, Any]:
-    """What the tokeniser of a run is like, from what `tokenise` returned; goes into `result.json`."""
+    """What the tokeniser of a run is like, from what `tokenise` returned; goes into `result.json`.
+    """
     spec, any_domain = Spec.of(config), next(iter(artifacts.values()))
-    perplexity, dead = codebook_use(np.concatenate([found[SIDS] for found in artifacts.values()]), spec.codebook)
+    perplexity, dead = codebook_use(
+        np.concatenate([found[SIDS] for found in artifacts.values()]), spec.codebook
+    )
     return {
         "kind": spec.kind,
         "levels": spec.levels,
@@ -193,9 +217,15 @@ def describe(config: RunConfig, artifacts: Mapping[str, Mapping[str, Array]]) ->
 
 def alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two reports can be of the same semantic IDs."""
-    if one["collision_rate"].keys() != other["collision_rate"].keys() or one["dead_codes"] != other["dead_codes"]:
+    if (
+        one["collision_rate"].keys() != other["collision_rate"].keys()
+        or one["dead_codes"] != other["dead_codes"]
+    ):
         return False
-    now, then = ([report["collision_rate"][name] for name in one["collision_rate"]] for report in (one, other))
+    now, then = (
+        [report["collision_rate"][name] for name in one["collision_rate"]]
+        for report in (one, other)
+    )
     return np.allclose(one["perplexity"], other["perplexity"]) and np.allclose(now, then)
 
 
@@ -215,29 +245,41 @@ def _told(spec: Spec, report: Mapping[str, Any]) -> str:
     dead = ", ".join(map(str, report["dead_codes"]))
     errors = ", ".join(f"{value:.3f}" for value in report["reconstruction_error"])
     shared = ", ".join(f"{name} {rate:.1%}" for name, rate in report["collision_rate"].items())
-    return f"{_name(spec)}: perplexity {perplexity}; dead {dead}; error {errors}; items that share an ID: {shared}"
+    return (
+        f"{_name(spec)}: perplexity {perplexity}; dead {dead}; error {errors}; items that "
+        f"share an ID: {shared}"
+    )
 
 
-def _check(report: Mapping[str, Any], distinct: int, min_perplexity: float, max_dead: float) -> None:
-    """Refuse a tokeniser that has collapsed. `distinct`: how many different vectors there are to tell apart."""
+def _check(
+    report: Mapping[str, Any], distinct: int, min_perplexity: float, max_dead: float
+) -> None:
+    """Refuse a tokeniser that has collapsed. `distinct`: how many different vectors there are to
+    tell apart.
+    """
     usable = min(report["codebook"], distinct)
     if distinct < report["codebook"]:
         advice = f"there are only {distinct} different item texts: lower the method's codebook"
     elif report["kind"] == "rqvae":
         advice = (
-            "raise tokeniser.entropy or tokeniser.epochs, lower tokeniser.lr, or set tokeniser.kind=residual-kmeans"
+            "raise tokeniser.entropy or tokeniser.epochs, lower tokeniser.lr, or set "
+            "tokeniser.kind=residual-kmeans"
         )
     else:
         advice = "lower tokeniser.dim or the method's codebook"
-    for level, (perplexity, dead) in enumerate(zip(report["perplexity"], report["dead_codes"], strict=True), start=1):
+    for level, (perplexity, dead) in enumerate(
+        zip(report["perplexity"], report["dead_codes"], strict=True), start=1
+    ):
         used = report["codebook"] - dead
         if perplexity < min_perplexity * usable:
             raise CrossfedError(
-                f"The tokeniser has collapsed: level {level} has a perplexity of {perplexity:.1f} where {usable} codes can be "
+                f"The tokeniser has collapsed: level {level} has a perplexity of "
+                f"{perplexity:.1f} where {usable} codes can be "
                 f"used, less than tokeniser.min_perplexity={min_perplexity:g} of them; {advice}."
             )
         if usable - used > max_dead * usable:
             raise CrossfedError(
-                f"The tokeniser has collapsed: level {level} uses {used} of the {usable} codes that can be used, more than "
+                f"The tokeniser has collapsed: level {level} uses {used} of the {usable} codes "
+                f"that can be used, more than "
                 f"tokeniser.max_dead={max_dead:g} of them are dead; {advice}."
             )

@@ -1,7 +1,9 @@
-"""Runs and studies whose process ended without a word: MLflow has them as running, and nobody works on them.
+"""Runs and studies whose process ended without a word: MLflow has them as running, and nobody works
+on them.
 
-A process that is killed (`kill -9`, a full memory, a machine that is gone) can record nothing. Whoever
-looks next does: the record is closed as interrupted, and opened again when the run or study goes on.
+A process that is killed (`kill -9`, a full memory, a machine that is gone) can record nothing.
+Whoever looks next does: the record is closed as interrupted, and opened again when the run or study
+goes on.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def close(out: Path, uri: str | None = None, below: Path | None = None) -> list[
         The folders of what was closed; nothing where there is no store, or it does not answer.
     """
     settings = TrackingSettings(uri=uri)
-    candidates = [folder for folder in _open(out) if below is None or below in (folder, folder.parent)]
+    candidates = [
+        folder for folder in _open(out) if below is None or below in (folder, folder.parent)
+    ]
     if not candidates:
         return []
     try:
@@ -62,13 +66,21 @@ def close(out: Path, uri: str | None = None, below: Path | None = None) -> list[
             return []
         with tracker.reading(store) as client:
             experiments = [row.experiment_id for row in client.search_experiments()]
-            running = client.search_runs(experiments, "attributes.status = 'RUNNING'", max_results=1000)
+            running = client.search_runs(
+                experiments, "attributes.status = 'RUNNING'", max_results=1000
+            )
         ids = {run.info.run_id for run in running}
     except CrossfedError:
         return []
-    left = [folder for folder in candidates if (folder / RUN_ID).read_text(encoding="utf-8").strip() in ids]
+    left = [
+        folder
+        for folder in candidates
+        if (folder / RUN_ID).read_text(encoding="utf-8").strip() in ids
+    ]
     for folder in left:
-        tracker.close(settings.model_copy(update={"uri": store}), folder, "KILLED", REASON, "interrupted")
+        tracker.close(
+            settings.model_copy(update={"uri": store}), folder, "KILLED", REASON, "interrupted"
+        )
     return left
 
 
@@ -76,4 +88,7 @@ def sentence(folders: list[Path], out: Path) -> str:
     """What was closed, in words."""
     names = ", ".join(str(folder.relative_to(out)) for folder in folders[:5])
     more = f" and {len(folders) - 5} more" if len(folders) > 5 else ""
-    return f"interrupted: {names}{more}: {'its' if len(folders) == 1 else 'their'} process ended without a word"
+    return (
+        f"interrupted: {names}{more}: {'its' if len(folders) == 1 else 'their'} process "
+        f"ended without a word"
+    )

@@ -1,7 +1,8 @@
 """The metrics that MLflow shows of a run or a study: chosen, named and read here, and nowhere else.
 
-MLflow draws a chart for every name and sorts its groups (what stands before the last `/`) by the alphabet, names without a
-group towards the end. So what a run is judged by is the group `all`, the same by domain follows, and losses come last:
+MLflow draws a chart for every name and sorts its groups (what stands before the last `/`) by the
+alphabet, names without a group towards the end. So what a run is judged by is the group `all`, the
+same by domain follows, and losses come last:
 
     all/best_M, …/test_M, …/val_M      means over domains, M being the selecting metric and one companion
     domain/DOMAIN/test_M, …/val_M      the same of one domain
@@ -9,8 +10,9 @@ group towards the end. So what a run is judged by is the group `all`, the same b
     time/…, traffic/…                  seconds of a round, bytes that domains sent and received in it
     train/NODE/loss…                   what a method minimises
 
-`all/best_M` is the validation mean of the state that is selected: in a round, of the one that would be selected if the stage
-ended there, so it starts anew with every stage (`all/stage` counts them). All else is in `history.jsonl` and `result.json`.
+`all/best_M` is the validation mean of the state that is selected: in a round, of the one that would
+be selected if the stage ended there, so it starts anew with every stage (`all/stage` counts them).
+All else is in `history.jsonl` and `result.json`.
 """
 
 from __future__ import annotations
@@ -44,9 +46,12 @@ class Name:
 
 
 def parse(name: str) -> Name | None:
-    """What a name says; None for one that is not a quality metric. Reads those of earlier versions, too."""
+    """What a name says; None for one that is not a quality metric. Reads those of earlier versions,
+    too.
+    """
     parts = name.split("/")
-    if len(parts) > 3 and parts[:1] == ["final"]:  # final/validation/DOMAIN/METRIC, final/test/DOMAIN/METRIC
+    # final/validation/DOMAIN/METRIC, final/test/DOMAIN/METRIC
+    if len(parts) > 3 and parts[:1] == ["final"]:
         split = {"validation": "best", "test": "test"}.get(parts[1])
         return None if split is None else Name(split, parts[-1], "/".join(parts[2:-1]))
     if len(parts) > 2 and parts[0] == "val":  # val/DOMAIN/METRIC, val/mean/METRIC
@@ -57,11 +62,17 @@ def parse(name: str) -> Name | None:
         return None
     if len(parts) == 2 and parts[0] == "all":
         return Name(split, metric)
-    return Name(split, metric, "/".join(parts[1:-1])) if len(parts) > 2 and parts[0] == "domain" else None
+    return (
+        Name(split, metric, "/".join(parts[1:-1]))
+        if len(parts) > 2 and parts[0] == "domain"
+        else None
+    )
 
 
 def shown(select: str, measured: Iterable[str]) -> list[str]:
-    """The selecting metric, and the first of nDCG, recall, hit rate and reciprocal rank beside it at the same cut-off."""
+    """The selecting metric, and the first of nDCG, recall, hit rate and reciprocal rank beside it
+    at the same cut-off.
+    """
     kind, _, cut = select.rpartition("_at_")
     others = (f"{other}_at_{cut}" for other in _COMPANIONS if other != kind)
     return [select, *[other for other in others if other in set(measured)][:1]]
@@ -73,8 +84,10 @@ def of_round(
     """What MLflow is told of a round.
 
     Args:
-        row: the round as `history.jsonl` holds it. select: the selecting metric. stage: its number, from 1.
-        domains: of the run. selects: whether the stage keeps its best round; else the last one counts.
+        row: the round as `history.jsonl` holds it. select: the selecting metric. stage: its number,
+            from 1.
+        domains: of the run. selects: whether the stage keeps its best round; else the last one
+            counts.
     """
     metrics, names = row["metrics"], list(domains)
     told: dict[str, float] = {}
@@ -104,7 +117,9 @@ def of_round(
 
 
 def of_result(result: Mapping[str, Any], select: str) -> dict[str, float]:
-    """What MLflow is told at the end of a run: the test split, once, and what the run spent of its privacy budget."""
+    """What MLflow is told at the end of a run: the test split, once, and what the run spent of its
+    privacy budget.
+    """
     rows = result["domains"]
     told: dict[str, float] = {}
     measured = {name: row["test"] for name, row in rows.items() if row.get("test")}
@@ -121,7 +136,9 @@ def of_result(result: Mapping[str, Any], select: str) -> dict[str, float]:
 
 
 def of_study(summary: Mapping[str, Any]) -> dict[str, float]:
-    """What MLflow is told of a study: means over the winner's final runs; without those, what selected the winner."""
+    """What MLflow is told of a study: means over the winner's final runs; without those, what
+    selected the winner.
+    """
     metric, told = summary["metric"], dict[str, float]()
     if summary["finals"]:
         selected = statistics.fmean(row["validation"]["mean"] for row in summary["finals"].values())
@@ -135,16 +152,28 @@ def of_study(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def columns(names: Iterable[str]) -> list[str]:
-    """The metrics that matter in a table of runs, best first: tests, then what was selected, then tests by domain."""
-    read = {name: found for name in names if (found := parse(name)) is not None and found.split != "val"}
+    """The metrics that matter in a table of runs, best first: tests, then what was selected, then
+    tests by domain.
+    """
+    read = {
+        name: found for name in names if (found := parse(name)) is not None and found.split != "val"
+    }
     order = {"test": 0, "best": 1}
     general = sorted(
-        (name for name in read if read[name].domain is None), key=lambda name: (order[read[name].split], name)
+        (name for name in read if read[name].domain is None),
+        key=lambda name: (order[read[name].split], name),
     )
     if general:
-        metric = next((read[name].metric for name in general if read[name].split == "best"), read[general[0]].metric)
+        metric = next(
+            (read[name].metric for name in general if read[name].split == "best"),
+            read[general[0]].metric,
+        )
         general.sort(key=lambda name: read[name].metric != metric)
-        apart = [name for name, found in read.items() if found.domain is not None and found.metric == metric]
+        apart = [
+            name
+            for name, found in read.items()
+            if found.domain is not None and found.metric == metric
+        ]
     else:  # runs of an earlier version
         apart = [name for name, found in read.items() if found.split == "test"]
     return [*general, *sorted(apart)[:6]]

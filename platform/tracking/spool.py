@@ -1,4 +1,6 @@
-"""What a run directory keeps of its MLflow record: the run it continues, and the entries that wait for the store."""
+"""What a run directory keeps of its MLflow record: the run it continues, and the entries that wait
+for the store.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class State:
                 told.pop(name, None)
             return cls(**told)
         except (ValueError, TypeError, AttributeError) as error:
-            raise CrossfedError(f"{path} is damaged ({error}): delete it to record the run anew") from error
+            raise CrossfedError(
+                f"{path} is damaged ({error}): delete it to record the run anew"
+            ) from error
 
     def write(self, run_dir: Path) -> None:
         write_atomically(run_dir / STATE, json.dumps(asdict(self), indent=1) + "\n")

@@ -1,4 +1,6 @@
-"""One MLflow store, over `mlflow.MlflowClient`: every kind of entry applied, so that applying it twice changes nothing."""
+"""One MLflow store, over `mlflow.MlflowClient`: every kind of entry applied, so that applying it
+twice changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 TAG_LIMIT = 8000
 _KEY_TAG = "mlflow.crossfed.runKey"
-"""Hidden by MLflow's pages, as all tags of its own prefix are. Earlier versions said `crossfed.run_key`."""
+"""Hidden by MLflow's pages, as all tags of its own prefix are. Earlier versions said
+`crossfed.run_key`.
+"""
 _LOG = logging.getLogger("crossfed.tracking")
 
 
@@ -33,7 +37,9 @@ class RefusedError(Exception):
 
 
 class Store:
-    """One MLflow store; raises `RefusedError` for an entry that it will never take, anything else while it is away."""
+    """One MLflow store; raises `RefusedError` for an entry that it will never take, anything else
+    while it is away.
+    """
 
     def __init__(self, uri: str, out: Path) -> None:
         self.uri = uri
@@ -51,11 +57,14 @@ class Store:
             self.ready = True
             if entry["op"] == "open":
                 self._open(client, entry, state)
-                with contextlib.suppress(OSError):  # a full disk is no reason to call the store away
+                # a full disk is no reason to call the store away
+                with contextlib.suppress(OSError):
                     state.write(run_dir)
                 return
             if state.run_id is None:
-                raise CrossfedError(f"the entry that opens the run is missing from {run_dir / SPOOL}")
+                raise CrossfedError(
+                    f"the entry that opens the run is missing from {run_dir / SPOOL}"
+                )
             try:
                 getattr(self, f"_{entry['op']}")(client, state.run_id, entry, state, run_dir)
             except MlflowException as error:
@@ -111,7 +120,8 @@ class Store:
         if found is None:
             folder = None if self.uri.startswith("http") else file_uri(self._out / "mlartifacts")
             try:
-                # the kind decides which pages the UI offers: runs and models, not traces and prompts
+                # the kind decides which pages the UI offers: runs and models, not traces and
+                # prompts
                 kind = {"mlflow.experimentKind": "custom_model_development"}
                 return str(client.create_experiment(name, artifact_location=folder, tags=kind))
             except MlflowException:  # another process was faster
@@ -120,22 +130,29 @@ class Store:
                     raise
         if found.lifecycle_stage == "deleted":
             raise CrossfedError(
-                f"the experiment '{name}' was deleted there: restore it or set another tracking.experiment"
+                f"the experiment '{name}' was deleted there: restore it or set another "
+                f"tracking.experiment"
             )
         return str(found.experiment_id)
 
-    def _metrics(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: State, run_dir: Path) -> None:
+    def _metrics(
+        self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: State, run_dir: Path
+    ) -> None:
         from mlflow.entities import Metric
 
         metrics = [Metric(k, v, entry["time"], entry["step"]) for k, v in entry["metrics"].items()]
         for first in range(0, len(metrics), 1000):
             client.log_batch(run_id, metrics=metrics[first : first + 1000])
 
-    def _tags(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: State, run_dir: Path) -> None:
+    def _tags(
+        self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: State, run_dir: Path
+    ) -> None:
         for key, value in entry["tags"].items():
             client.set_tag(run_id, key, value)
 
-    def _artifact(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: State, run_dir: Path) -> None:
+    def _artifact(
+        self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: State, run_dir: Path
+    ) -> None:
         path = run_dir / entry["path"]
         if path.is_dir():
             client.log_artifacts(run_id, str(path), entry["folder"])
@@ -144,7 +161,9 @@ class Store:
         else:
             raise RefusedError(f"{path} is absent")
 
-    def _model(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: State, run_dir: Path) -> None:
+    def _model(
+        self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: State, run_dir: Path
+    ) -> None:
         from mlflow.entities import LoggedModelOutput
         from mlflow.models import Model
 
@@ -162,7 +181,9 @@ class Store:
         client.log_model_artifacts(entry["model_id"], str(folder))
         client.finalize_logged_model(entry["model_id"], "READY")
         outputs = client.get_run(run_id).outputs
-        if entry["model_id"] not in [output.model_id for output in (outputs.model_outputs if outputs else ())]:
+        if entry["model_id"] not in [
+            output.model_id for output in (outputs.model_outputs if outputs else ())
+        ]:
             client.log_outputs(run_id, [LoggedModelOutput(entry["model_id"], entry["step"])])
         if entry.get("register"):
             self._register(client, entry["register"], run_id, entry["model_id"])
@@ -177,14 +198,19 @@ class Store:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-        # a database's registry would look for the model under the global tracking URI, a server refuses local paths
+        # a database's registry would look for the model under the global tracking URI, a server
+        # refuses local paths
         source = f"models:/{model_id}"
         if not self.uri.startswith("http"):
             source = client.get_logged_model(model_id).artifact_location
-        if not any(version.source == source for version in client.search_model_versions(f"name = '{name}'")):
+        if not any(
+            version.source == source for version in client.search_model_versions(f"name = '{name}'")
+        ):
             client.create_model_version(name, source, run_id, model_id=model_id)
 
-    def _finish(self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: State, run_dir: Path) -> None:
+    def _finish(
+        self, client: MlflowClient, run_id: str, entry: dict[str, Any], state: State, run_dir: Path
+    ) -> None:
         if entry["reason"]:
             client.set_tag(run_id, "crossfed.reason", entry["reason"][:TAG_LIMIT])
         client.set_tag(run_id, "outcome", entry.get("outcome") or entry["status"].lower())
@@ -199,7 +225,9 @@ _FINAL = frozenset(
         "RESOURCE_ALREADY_EXISTS",
     }
 )
-"""MLflow's answers that no repetition changes. Refused credentials are not among them: they can be mended."""
+"""MLflow's answers that no repetition changes. Refused credentials are not among them: they can be
+mended.
+"""
 
 
 def _find_run(client: MlflowClient, state: State, entry: dict[str, Any]) -> Any:
@@ -214,10 +242,14 @@ def _find_run(client: MlflowClient, state: State, entry: dict[str, Any]) -> Any:
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-        _LOG.warning("tracking: the MLflow run %s is not there any more; a new one is opened", state.run_id)
+        _LOG.warning(
+            "tracking: the MLflow run %s is not there any more; a new one is opened", state.run_id
+        )
         return None
     for tag in (_KEY_TAG, "crossfed.run_key"):
-        if found := client.search_runs([str(state.experiment_id)], f"tags.`{tag}` = '{entry['key']}'", max_results=1):
+        if found := client.search_runs(
+            [str(state.experiment_id)], f"tags.`{tag}` = '{entry['key']}'", max_results=1
+        ):
             return found[0]
     return None
 
@@ -246,7 +278,9 @@ def bounded(patient: bool = False) -> Iterator[None]:
     if home() is None:  # MLflow asks for one when it is imported
         wanted["HOME"] = tempfile.gettempdir()
     before = {name: os.environ.get(name) for name in wanted}
-    loggers = {name: logging.getLogger(name) for name in ("mlflow", "alembic", "urllib3.connectionpool")}
+    loggers = {
+        name: logging.getLogger(name) for name in ("mlflow", "alembic", "urllib3.connectionpool")
+    }
     import mlflow  # noqa: F401  # before the levels are set: it configures its own logger when imported
 
     levels = {name: logger.level for name, logger in loggers.items()}
@@ -266,24 +300,29 @@ def bounded(patient: bool = False) -> Iterator[None]:
 
 
 def probe(uri: str) -> None:
-    """Ask in a few seconds whether a store is there (MLflow's own attempts take minutes); raises what went wrong."""
+    """Ask in a few seconds whether a store is there (MLflow's own attempts take minutes); raises
+    what went wrong.
+    """
     parts = urlsplit(uri)
     if parts.scheme in ("http", "https"):
         import requests
 
-        requests.get(f"{uri}/health", timeout=(3, 5))  # any answer will do: a proxy may know no /health
+        # any answer will do: a proxy may know no /health
+        requests.get(f"{uri}/health", timeout=(3, 5))
     elif parts.scheme.startswith("sqlite"):
         from filelock import FileLock
 
         path = sqlite_path(uri)
         assert path is not None
         path.parent.mkdir(parents=True, exist_ok=True)
-        # MLflow creates its tables in several steps: one process at a time, also across containers that share no /tmp.
+        # MLflow creates its tables in several steps: one process at a time, also across containers
+        # that share no /tmp.
         with FileLock(path.with_name(path.name + ".lock"), timeout=60):
             from mlflow import MlflowClient
 
             if not path.exists():
-                # made under another name: MLflow can never complete tables that an interrupt left half made
+                # made under another name: MLflow can never complete tables that an interrupt left
+                # half made
                 part = path.with_name(path.name + ".part")
                 part.unlink(missing_ok=True)
                 MlflowClient(tracking_uri=sqlite_uri(part)).get_experiment("0")
@@ -303,9 +342,16 @@ def probe(uri: str) -> None:
 def words(error: BaseException) -> str:
     """An exception as a short clause."""
     name = type(error).__name__
-    if "Timeout" in name or "timed out" in str(error):  # MLflow's client makes its own exception of a timeout
+    # MLflow's client makes its own exception of a timeout
+    if "Timeout" in name or "timed out" in str(error):
         return "no answer in time"
-    if "ConnectionError" in name or isinstance(error, ConnectionRefusedError) or "Connection refused" in str(error):
+    if (
+        "ConnectionError" in name
+        or isinstance(error, ConnectionRefusedError)
+        or "Connection refused" in str(error)
+    ):
         return "connection refused"
-    text = " ".join(str(getattr(error, "orig", None) or getattr(error, "message", None) or error).split())
+    text = " ".join(
+        str(getattr(error, "orig", None) or getattr(error, "message", None) or error).split()
+    )
     return text[:200] or name

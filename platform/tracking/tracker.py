@@ -1,13 +1,16 @@
-"""Experiment tracking: one MLflow run per federated run, and a spool on disk for the time the store is away.
+"""Experiment tracking: one MLflow run per federated run, and a spool on disk for the time the store
+is away.
 
-The tracker is a small client of its own over `mlflow.MlflowClient`; no fluent API, no autologging, no global state.
-Every action is one *entry*: it is appended to `<run>/tracking-spool.jsonl` and applied at once when the store answers;
-otherwise it waits there, and all that waits is applied in order at the next round, at the end, or by `replay`. Entries
-carry their own time stamps, and MLflow ignores an identical metric, so that applying one twice (after a kill between
-the store's commit and ours) changes nothing. Nothing that happens to the store breaks a run, unless `require` asks for
+The tracker is a small client of its own over `mlflow.MlflowClient`; no fluent API, no autologging,
+no global state. Every action is one *entry*: it is appended to `<run>/tracking-spool.jsonl` and
+applied at once when the store answers; otherwise it waits there, and all that waits is applied in
+order at the next round, at the end, or by `replay`. Entries carry their own time stamps, and MLflow
+ignores an identical metric, so that applying one twice (after a kill between the store's commit and
+ours) changes nothing. Nothing that happens to the store breaks a run, unless `require` asks for
 that at the start.
 
-No interactions pass through here: metrics are scalars, data sets are names, fingerprints and counts.
+No interactions pass through here: metrics are scalars, data sets are names, fingerprints and
+counts.
 """
 
 from __future__ import annotations
@@ -69,7 +72,9 @@ class DatasetInput:
 
 @dataclass(frozen=True, slots=True)
 class ReplaySummary:
-    """What `replay` did: entries applied, left waiting, refused by the store; their run; why it stopped."""
+    """What `replay` did: entries applied, left waiting, refused by the store; their run; why it
+    stopped.
+    """
 
     applied: int
     left: int
@@ -82,8 +87,8 @@ class ReplaySummary:
 def safe_name(name: str) -> str:
     """A metric, parameter or tag name that MLflow accepts; an accepted name is returned unchanged.
 
-    `@` becomes `_at_`, other refused characters become `_`, path-like parts (`//`, `..`, a leading `/`) go, and a name
-    beyond 250 characters ends in a hash of the whole.
+    `@` becomes `_at_`, other refused characters become `_`, path-like parts (`//`, `..`, a leading
+    `/`) go, and a name beyond 250 characters ends in a hash of the whole.
     """
     clean = re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
     clean = "/".join(part for part in clean.split("/") if part not in ("", ".", ".."))
@@ -125,7 +130,8 @@ def resolve_uri(settings: TrackingSettings, out: Path) -> str:
     if scheme in _DATABASES:
         return uri
     raise CrossfedError(
-        f"{where} is '{redact(uri)}', which is no store that MLflow still supports: give a database such as "
+        f"{where} is '{redact(uri)}', which is no store that MLflow still supports: give a "
+        f"database such as "
         "sqlite:///runs/mlflow.db, or the address of a server such as http://localhost:5000"
     )
 
@@ -139,7 +145,13 @@ class Tracker:
         url: the run's page when a server holds it and answers, else None.
     """
 
-    def __init__(self, settings: TrackingSettings, run_dir: Path, uri: str, warn: Callable[[str], None] | None) -> None:
+    def __init__(
+        self,
+        settings: TrackingSettings,
+        run_dir: Path,
+        uri: str,
+        warn: Callable[[str], None] | None,
+    ) -> None:
         self._settings = settings
         self._dir = run_dir
         self._uri = uri
@@ -167,7 +179,8 @@ class Tracker:
         resume_run_id: str | None = None,
         warn: Callable[[str], None] | None = None,
     ) -> Tracker:
-        """Open the run in the store, or continue `resume_run_id`; without a store that answers, spool.
+        """Open the run in the store, or continue `resume_run_id`; without a store that answers,
+        spool.
 
         Args:
             run_dir: the run's directory; its parent holds the default store.
@@ -225,7 +238,8 @@ class Tracker:
         place = redact(self._uri)
         if self._problem:
             text = (
-                f"{place} is out of reach ({self._problem}); {self._spool.count()} entries wait in {self._spool.path}"
+                f"{place} is out of reach ({self._problem}); {self._spool.count()} entries "
+                f"wait in {self._spool.path}"
             )
         else:
             text = f"recorded in {place}"
@@ -238,9 +252,9 @@ class Tracker:
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record a round's metrics (see `metric_names`) in one request.
 
-        NaN and infinite values are left out and counted: MLflow stores an infinity as ±1.8e308, which ruins its charts.
-        Of a step that was recorded before (a run continued, or gone back to its last committed round) nothing is recorded
-        again.
+        NaN and infinite values are left out and counted: MLflow stores an infinity as ±1.8e308,
+        which ruins its charts. Of a step that was recorded before (a run continued, or gone back to
+        its last committed round) nothing is recorded again.
         """
         if not self._settings.enabled:
             return
@@ -253,7 +267,11 @@ class Tracker:
                 self._dropped += 1
                 continue
             values[key] = number
-        values = {key: value for key, value in values.items() if step > self._state.last.get(key, step - 1)}
+        values = {
+            key: value
+            for key, value in values.items()
+            if step > self._state.last.get(key, step - 1)
+        }
         if not values:
             return
         self._submit({"op": "metrics", "metrics": values, "step": step, "time": now()})
@@ -271,7 +289,8 @@ class Tracker:
             self._submit({"op": "tags", "tags": {"mlflow.note.content": text[:TAG_LIMIT]}})
 
     def figure(self, figure: Figure, name: str) -> None:
-        """Save a figure as `<run>/figures/<name>.png` and record it; saved with tracking off, too."""
+        """Save a figure as `<run>/figures/<name>.png` and record it; saved with tracking off, too.
+        """
         path = self._dir / "figures" / f"{name}.png"
         try:
             path.parent.mkdir(exist_ok=True)
@@ -293,8 +312,10 @@ class Tracker:
         """Record one domain's trained model as an MLflow model.
 
         Args:
-            save: writes the model of a run's domain to a folder (`crossfed.platform.serving.save.save`).
-            register: the registered model of which it becomes a new version. name: the model's own; its domain by default.
+            save: writes the model of a run's domain to a folder
+                (`crossfed.platform.serving.save.save`).
+            register: the registered model of which it becomes a new version. name: the model's own;
+                its domain by default.
         """
         if not self._settings.enabled:
             return
@@ -306,21 +327,30 @@ class Tracker:
         except Exception as error:  # the run's own model is in its directory already
             self._warn(f"tracking: the model of {domain} cannot be recorded ({words(error)})")
             return
-        entry = {"op": "model", "path": self._relative(folder), "step": step, "name": model_name(name or domain)}
+        entry = {
+            "op": "model",
+            "path": self._relative(folder),
+            "step": step,
+            "name": model_name(name or domain),
+        }
         self._submit(entry | ({"register": register} if register else {}))
 
     def finish(self, status: Status, reason: str | None = None, outcome: str | None = None) -> None:
-        """Close the run with its end and the reason; the last attempt to empty the spool. Later calls do nothing.
+        """Close the run with its end and the reason; the last attempt to empty the spool. Later
+        calls do nothing.
 
         Args:
-            status: one of MLflow's. outcome: the tag beside it, where MLflow's word is not precise enough ("pruned").
+            status: one of MLflow's. outcome: the tag beside it, where MLflow's word is not precise
+                enough ("pruned").
         """
         if not self._settings.enabled or self._ended:
             return
         self._ended = True
         self._retry_at = 0.0
         outcome = outcome or status.lower()
-        self._submit({"op": "finish", "status": status, "reason": reason, "outcome": outcome, "time": now()})
+        self._submit(
+            {"op": "finish", "status": status, "reason": reason, "outcome": outcome, "time": now()}
+        )
         self._save_state()
         if self._problem:
             self._warn(
@@ -334,7 +364,8 @@ class Tracker:
         return str(path.relative_to(root) if path.is_relative_to(root) else path)
 
     def _save_state(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the record in the store matters more than this memory of it
+        # a full disk: the record in the store matters more than this memory of it
+        with contextlib.suppress(OSError):
             self._state.write(self._dir)
 
     def _submit(self, entry: dict[str, Any], strict: bool = False) -> None:
@@ -355,7 +386,8 @@ class Tracker:
         if strict:
             self._spool.set_aside()
             raise CrossfedError(
-                f"the tracking store {redact(self._uri)} is out of reach ({done.problem}): start it, give another "
+                f"the tracking store {redact(self._uri)} is out of reach ({done.problem}): "
+                f"start it, give another "
                 "tracking.uri, or set tracking.require to false to spool to disk"
             )
         # A store that does not answer may take at most a tenth of the run's time.
@@ -367,13 +399,18 @@ class Tracker:
         if not self._warned:
             self._warned = True
             self._warn(
-                f"tracking: {redact(self._uri)} is out of reach ({problem}); the run goes on and records to "
+                f"tracking: {redact(self._uri)} is out of reach ({problem}); the run goes on "
+                f"and records to "
                 f"{self._spool.path}"
             )
 
 
-def close(settings: TrackingSettings, run_dir: Path, status: Status, reason: str, outcome: str) -> None:
-    """Record the end of a run whose own process could not: it was killed. A run that was never recorded stays so."""
+def close(
+    settings: TrackingSettings, run_dir: Path, status: Status, reason: str, outcome: str
+) -> None:
+    """Record the end of a run whose own process could not: it was killed. A run that was never
+    recorded stays so.
+    """
     state = State.read(run_dir) if settings.enabled else None
     if state is not None:
         tracker = Tracker(settings, run_dir, resolve_uri(settings, run_dir.parent), None)
@@ -389,7 +426,10 @@ def reading(uri: str) -> Iterator[MlflowClient]:
         CrossfedError: the store is away, or refuses what it is asked.
     """
     if uri.startswith("sqlite") and not (path := sqlite_path(uri) or Path()).is_file():
-        raise CrossfedError(f"There is no tracking database {path}; name the store with --tracking-uri, or its folder.")
+        raise CrossfedError(
+            f"There is no tracking database {path}; name the store with "
+            f"--tracking-uri, or its folder."
+        )
     with bounded(patient=True):
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
@@ -398,20 +438,25 @@ def reading(uri: str) -> Iterator[MlflowClient]:
             probe(uri)
             yield MlflowClient(tracking_uri=uri)
         except (MlflowException, OSError) as error:
-            raise CrossfedError(f"The tracking store {redact(uri)} gives no answer: {words(error)}") from error
+            raise CrossfedError(
+                f"The tracking store {redact(uri)} gives no answer: {words(error)}"
+            ) from error
 
 
 def add_artifact(run_dir: Path, path: Path, folder: str | None = None) -> str:
     """Record one more file with a run or study that was recorded before; says where, or why not.
 
     Args:
-        run_dir: the directory of the run or study. path: the file. folder: where among the artifacts.
+        run_dir: the directory of the run or study. path: the file. folder: where among the
+            artifacts.
     """
     try:
         state = State.read(run_dir)
         if state is None or state.run_id is None:
             return f"{run_dir.name} is not recorded in MLflow"
-        uri = resolve_uri(TrackingSettings(uri=None if "***@" in state.uri else state.uri), run_dir.parent)
+        uri = resolve_uri(
+            TrackingSettings(uri=None if "***@" in state.uri else state.uri), run_dir.parent
+        )
         with reading(uri) as client:
             client.log_artifact(state.run_id, str(path), folder)
     except CrossfedError as error:
@@ -433,13 +478,18 @@ def replay(run_dir: Path, uri: str | None = None) -> ReplaySummary:
     if state is None:
         raise CrossfedError(f"{run_dir} holds no tracked run: {STATE} is absent")
     if uri is None and "***@" in state.uri:
-        raise CrossfedError(f"the store {state.uri} asks for a password, which is not kept in {run_dir}: give the URI")
+        raise CrossfedError(
+            f"the store {state.uri} asks for a password, which is not kept in "
+            f"{run_dir}: give the URI"
+        )
     target = resolve_uri(TrackingSettings(uri=uri or state.uri), run_dir.parent)
     spool = Spool(run_dir)
     done = _drain(spool, Store(target, run_dir.parent), state, run_dir)
     state.uri = redact(target)
     state.write(run_dir)
-    return ReplaySummary(done.applied, spool.count(), done.refused, state.run_id, redact(target), done.problem)
+    return ReplaySummary(
+        done.applied, spool.count(), done.refused, state.run_id, redact(target), done.problem
+    )
 
 
 @dataclass(slots=True)
@@ -465,11 +515,14 @@ def _drain(spool: Spool, store: Store, state: State, run_dir: Path) -> _Done:
                         except RefusedError as error:
                             done.refused += 1
                             with (run_dir / REFUSED).open("a", encoding="utf-8") as file:
-                                file.write(json.dumps({"reason": str(error), "entry": entry}) + "\n")
+                                file.write(
+                                    json.dumps({"reason": str(error), "entry": entry}) + "\n"
+                                )
                         position += 1
             finally:  # also on Ctrl-C: what was applied is not applied again
                 spool.keep(entries[position:])
-    except Exception as error:  # whatever happens to the store, the run goes on; the reason is told by the caller
+    # whatever happens to the store, the run goes on; the reason is told by the caller
+    except Exception as error:
         done.problem = words(error)
         store.ready = False
     return done
@@ -477,7 +530,9 @@ def _drain(spool: Spool, store: Store, state: State, run_dir: Path) -> _Done:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C and SIGTERM wait for the end of one call: SQLAlchemy leaves a torn transaction otherwise. A second one ends it."""
+    """Ctrl-C and SIGTERM wait for the end of one call: SQLAlchemy leaves a torn transaction
+    otherwise. A second one ends it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -503,7 +558,8 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _system_metrics(run_dir: Path) -> dict[str, float]:
-    """CPU, memory and disk of the driving machine, under MLflow's own names, which its UI shows on a tab of their own.
+    """CPU, memory and disk of the driving machine, under MLflow's own names, which its UI shows on
+    a tab of their own.
 
     Memory of processes counts this process and all that it started: with a local Ray, every actor.
     """

@@ -1,7 +1,8 @@
 """MLflow's own UI on a store, opened on the runs, with the columns that matter.
 
-A link can name a *shared view*: a tag of the experiment that holds the table's columns and order. MLflow's own Share button
-makes such tags; here one is written whose key never changes, so that the link stays the same.
+A link can name a *shared view*: a tag of the experiment that holds the table's columns and order.
+MLflow's own Share button makes such tags; here one is written whose key never changes, so that the
+link stays the same.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _LOOKED_AT = 200
 
 def view(metrics: list[str], params: list[str]) -> dict[str, Any]:
     """The state of MLflow's table of runs: what the tag of a shared view holds."""
-    first, last = ([f"params.`{name}`" for name in names if name in params] for names in (_FIRST, _LAST))
+    first, last = (
+        [f"params.`{name}`" for name in names if name in params] for names in (_FIRST, _LAST)
+    )
     chosen = [*first, *(f"metrics.`{name}`" for name in metric_names.columns(metrics)), *last]
     return {
         "orderByKey": "attributes.start_time",
@@ -42,7 +45,8 @@ def _width(column: str) -> int:
 
 
 def links(store: str, address: str) -> dict[str, str]:
-    """Links to the runs of every experiment that holds any, newest first: experiment's name -> link.
+    """Links to the runs of every experiment that holds any, newest first: experiment's name ->
+    link.
 
     Their shared views are written into the store.
 

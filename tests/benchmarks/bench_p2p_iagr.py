@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""P2P-IAGR at the size of Amazon Book–Movie (Table 4): memory and time of an epoch at growing sizes; prints one JSON line.
+"""P2P-IAGR at the size of Amazon Book–Movie (Table 4): memory and time of an epoch at growing
+sizes; prints one JSON line.
 
-    python tests/benchmarks/bench_p2p_iagr.py [--scales 0.0625 0.25 1] [--domains books movies] [--set key=value …]
+    python tests/benchmarks/bench_p2p_iagr.py [--scales 0.0625 0.25 1] [--domains books movies]
+    [--set key=value …]
 
-At scale 1 the synthetic shops have the paper's sizes: 603,000 users, 367,000 items and 8.89 M interactions; 123,000, 50,000
-and 1.69 M; 18,031 users in both. Every measurement is a process of its own with one thread, which holds one domain exactly
-as an actor does (`platform.nodes.Node`): it loads its data, splits it, perturbs its prototypes, gets those of the other
-domain and trains one epoch. Peak memory is that of the process, libraries included. Time is CPU time, which a shared machine
-changes least; the slope is that of a straight line through log time (or log memory above the smallest domain's) over log
-interactions, for each domain.
+At scale 1 the synthetic shops have the paper's sizes: 603,000 users, 367,000 items and 8.89 M
+interactions; 123,000, 50,000 and 1.69 M; 18,031 users in both. Every measurement is a process of
+its own with one thread, which holds one domain exactly as an actor does (`platform.nodes.Node`): it
+loads its data, splits it, perturbs its prototypes, gets those of the other domain and trains one
+epoch. Peak memory is that of the process, libraries included. Time is CPU time, which a shared
+machine changes least; the slope is that of a straight line through log time (or log memory above
+the smallest domain's) over log interactions, for each domain.
 """
 
 from __future__ import annotations
@@ -36,8 +39,11 @@ LARGE = synthetic.PRESETS["large"]
 
 
 def prepared(scale: float) -> Path:
-    """The synthetic shops of that share of users and items, generated once and kept in the cache."""
-    sizes = {key: tuple(max(200, round(scale * n)) for n in LARGE[key]) for key in ("users", "items")}
+    """The synthetic shops of that share of users and items, generated once and kept in the cache.
+    """
+    sizes = {
+        key: tuple(max(200, round(scale * n)) for n in LARGE[key]) for key in ("users", "items")
+    }
     return synthetic.ensure(default_root() / "synthetic", **{**LARGE, **sizes})
 
 
@@ -53,9 +59,16 @@ def epoch(data: Path, domain: str, sets: list[str]) -> dict[str, float]:
     domains = PreparedData.open(data).domains
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.yaml").write_text(config.to_yaml())
-        node = Node(Plan(config, data, domains, Path(folder), Path(folder)), domain, torch.device("cpu"))
+        node = Node(
+            Plan(config, data, domains, Path(folder), Path(folder)), domain, torch.device("cpu")
+        )
         n_items = node.prepare({})
-        node.connect({name: n_items if name == domain else PreparedData.open(data).sizes(name)[1] for name in domains})
+        node.connect(
+            {
+                name: n_items if name == domain else PreparedData.open(data).sizes(name)[1]
+                for name in domains
+            }
+        )
         assert node.data is not None
         send, rows, _ = node.run_phase(0, "each", 0, 1, {})
         (peer,) = send
@@ -73,14 +86,20 @@ def epoch(data: Path, domain: str, sets: list[str]) -> dict[str, float]:
 
 def slope(rows: list[dict[str, float]], key: str) -> float:
     """The exponent b of value ≈ a · interactions^b, by least squares on logarithms."""
-    return float(np.polyfit(*(np.log([row[name] for row in rows]) for name in ("interactions", key)), 1)[0])
+    return float(
+        np.polyfit(*(np.log([row[name] for row in rows]) for name in ("interactions", key)), 1)[0]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--scales", type=float, nargs="+", default=[0.0625, 0.25, 1.0])
     parser.add_argument("--domains", nargs="+", default=list(LARGE["domains"]))
-    parser.add_argument("--set", dest="sets", nargs="*", default=[], help="changes to the preset book-movie")
+    parser.add_argument(
+        "--set", dest="sets", nargs="*", default=[], help="changes to the preset book-movie"
+    )
     parser.add_argument("--one", nargs=2, metavar=("DATA", "DOMAIN"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
@@ -99,7 +118,8 @@ def main() -> None:
         "benchmark": METHOD.name,
         "data": "synthetic",
         "config": {
-            key: config[key] for key in ("dim", "K", "layers", "batch_size", "updates", "view", "pool", "top_k")
+            key: config[key]
+            for key in ("dim", "K", "layers", "batch_size", "updates", "view", "pool", "top_k")
         },
         "domains": measured,
         "slope": {

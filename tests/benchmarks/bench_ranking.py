@@ -1,8 +1,9 @@
 """How long ranking takes: run `pytest tests/benchmarks/bench_ranking.py` (needs the `bench` extra).
 
-Scoring is part of it, as a product of random vectors of width 64, which is what LightGCN's scoring costs. Sizes are those of
-MovieLens-100k (RecBole 1.2.1 takes 0.11 s there on a quiet 2-core machine, scoring included) and of Amazon Beauty, both with
-80 % of the interactions seen, 10 % masked as validation and 10 % ranked; and a catalogue as large as Amazon Books.
+Scoring is part of it, as a product of random vectors of width 64, which is what LightGCN's scoring
+costs. Sizes are those of MovieLens-100k (RecBole 1.2.1 takes 0.11 s there on a quiet 2-core
+machine, scoring included) and of Amazon Beauty, both with 80 % of the interactions seen, 10 %
+masked as validation and 10 % ranked; and a catalogue as large as Amazon Books.
 """
 
 import numpy as np
@@ -22,10 +23,15 @@ SIZES = {
 
 
 def make(name: str, popularity: bool = False):
-    """Scorer and CSR index arrays of a random domain of that size, one in ten interactions held out."""
+    """Scorer and CSR index arrays of a random domain of that size, one in ten interactions held
+    out.
+    """
     n_users, n_items, n_interactions = SIZES[name]
     rng = np.random.default_rng(0)
-    pairs = np.unique(rng.integers(0, n_users, n_interactions) * n_items + rng.integers(0, n_items, n_interactions))
+    pairs = np.unique(
+        rng.integers(0, n_users, n_interactions) * n_items
+        + rng.integers(0, n_items, n_interactions)
+    )
     held_out = rng.random(len(pairs)) < 0.1
 
     def csr(chosen):
@@ -45,14 +51,20 @@ def make(name: str, popularity: bool = False):
 def bench_full(benchmark, name):
     score, _, seen, truth, n_users, n_items = make(name)
     users = np.arange(n_users)
-    benchmark.pedantic(lambda: rank(score, users, *seen, *truth, n_items, [10, 20]), rounds=5, warmup_rounds=1)
+    benchmark.pedantic(
+        lambda: rank(score, users, *seen, *truth, n_items, [10, 20]), rounds=5, warmup_rounds=1
+    )
 
 
 def bench_full_with_ties(benchmark):
-    """Popularity gives many items the same score, so the stated tie rule must be worked out for every user."""
+    """Popularity gives many items the same score, so the stated tie rule must be worked out for
+    every user.
+    """
     score, _, seen, truth, n_users, n_items = make("ml-100k", popularity=True)
     users = np.arange(n_users)
-    benchmark.pedantic(lambda: rank(score, users, *seen, *truth, n_items, [10, 20]), rounds=5, warmup_rounds=1)
+    benchmark.pedantic(
+        lambda: rank(score, users, *seen, *truth, n_items, [10, 20]), rounds=5, warmup_rounds=1
+    )
 
 
 @pytest.mark.parametrize(("name", "n"), [("ml-100k", 99), ("beauty", 99), ("beauty", 999)])
@@ -60,7 +72,9 @@ def bench_sampled(benchmark, name, n):
     score, known, seen, truth, n_users, n_items = make(name)
     candidates = draw(np.arange(n_users), *known, n_items, n, seed=0)
     benchmark.pedantic(
-        lambda: rank(score, candidates.users, *seen, *truth, n_items, [10, 20], candidates), rounds=3, warmup_rounds=1
+        lambda: rank(score, candidates.users, *seen, *truth, n_items, [10, 20], candidates),
+        rounds=3,
+        warmup_rounds=1,
     )
 
 

@@ -2,8 +2,9 @@
 
     python tests/contract/house.py [ROOT]
 
-Prints modules per folder, import circles, imports between rooms that run up, long lines, long modules, reads of results
-by string keys, and how often words are used that say nothing about what they hold.
+Prints modules per folder, import circles, imports between rooms that run up, long lines, long
+modules, reads of results by string keys, and how often words are used that say nothing about what
+they hold.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
         "platform.cli",
     )
 )
-"""Who may import whom: a room imports from its own floor's rooms only itself, and from lower floors. Lowest first."""
+"""Who may import whom: a room imports from its own floor's rooms only itself, and from lower
+floors. Lowest first.
+"""
 
 WORDS = ("told", "found", "own", "Desk", "Ask", "Judge", "Halt", "Book", "seam", "courses")
 LONG_LINE, LONG_MODULE = 100, 400
@@ -164,7 +167,9 @@ RESULT_READ = re.compile(r"""\bresult(?:\[|\.get\()\s*["']""")
 
 def result_reads(known: Mapping[str, Path]) -> int:
     """Reads of a run's result by a string key."""
-    return sum(len(RESULT_READ.findall(path.read_text(encoding="utf-8"))) for path in known.values())
+    return sum(
+        len(RESULT_READ.findall(path.read_text(encoding="utf-8"))) for path in known.values()
+    )
 
 
 def measure(root: Path) -> dict[str, object]:
@@ -180,7 +185,9 @@ def measure(root: Path) -> dict[str, object]:
         "circles": [" ".join(circle) for circle in circles(edges)],
         "imports that run up": [" -> ".join(edge) for edge in running_up(edges)],
         f"lines over {LONG_LINE} columns": f"{long} of {lines} ({long / lines:.1%})",
-        f"modules over {LONG_MODULE} lines": {name: length for name, length in lengths.items() if length > LONG_MODULE},
+        f"modules over {LONG_MODULE} lines": {
+            name: length for name, length in lengths.items() if length > LONG_MODULE
+        },
         "reads of results by string keys": result_reads(known),
         "words": {word: assigned(known, word) for word in WORDS},
     }
@@ -195,7 +202,9 @@ def main() -> None:
             for line in value:
                 print(f"    {line}")
         elif isinstance(value, dict):
-            print(f"{name}: {', '.join(f'{key} {number}' for key, number in value.items()) or 'none'}")
+            print(
+                f"{name}: {', '.join(f'{key} {number}' for key, number in value.items()) or 'none'}"
+            )
         else:
             print(f"{name}: {value}")
 

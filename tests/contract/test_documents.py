@@ -1,4 +1,6 @@
-"""Documents hold what is true: their examples run word for word, their commands exist, their lines fit."""
+"""Documents hold what is true: their examples run word for word, their commands exist, their lines
+fit.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from typer.main import get_command
 from crossfed.platform.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob(".github/*.md"), *ROOT.glob("[pmt]*/**/README.md")])
+DOCUMENTS = sorted(
+    path
+    for path in [*ROOT.glob("*.md"), *ROOT.glob(".github/*.md"), *ROOT.glob("[pmt]*/**/README.md")]
+)
 
 
 def blocks(path: Path, language: str) -> list[str]:
@@ -27,7 +32,9 @@ def blocks(path: Path, language: str) -> list[str]:
 def example(path: Path, name: str) -> str:
     """The Python block below the comment that names it."""
     found = re.search(
-        rf"<!-- example: {re.escape(name)} -->\n```python\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S
+        rf"<!-- example: {re.escape(name)} -->\n```python\n(.*?)^```",
+        path.read_text(encoding="utf-8"),
+        re.M | re.S,
     )
     assert found, f"{path.name} holds no example {name}"
     return found[1]
@@ -59,7 +66,11 @@ def test_lines_fit(path: Path) -> None:
         for block in blocks(path, language)
         for line in block.splitlines()
     }
-    assert [line for line in long if line not in code or (path.name == "README.md" and path.parent == ROOT)] == []
+    assert [
+        line
+        for line in long
+        if line not in code or (path.name == "README.md" and path.parent == ROOT)
+    ] == []
 
 
 def commands() -> list[tuple[str, list[str]]]:
@@ -76,7 +87,9 @@ def commands() -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(
-    ("path", "words"), commands(), ids=lambda value: " ".join(value) if isinstance(value, list) else value
+    ("path", "words"),
+    commands(),
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
 def test_every_command_in_a_document_is_one(path: str, words: list[str]) -> None:
     """Its name and its options are the program's."""
@@ -93,20 +106,30 @@ def test_every_command_in_a_document_is_one(path: str, words: list[str]) -> None
         command = known[rest.pop(0)]  # type: ignore[assignment]
     if "--" in rest:
         rest = rest[: rest.index("--")]
-    options = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)} | {
-        "--help"
-    }
-    unknown = [word for word in rest if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in options]
+    options = {
+        name
+        for parameter in command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    } | {"--help"}
+    unknown = [
+        word
+        for word in rest
+        if re.match(r"--?[a-z]", word) and word.partition("=")[0] not in options
+    ]
     assert not unknown, f"{path}: {' '.join(words)}: no option {unknown[0]}"
 
 
 def test_the_methods_example_runs_and_its_payloads_are_the_declared_ones(tmp_path: Path) -> None:
-    (tmp_path / "fedmf.py").write_text(example(ROOT / ".github" / "CONTRIBUTING.md", "fedmf.py"), encoding="utf-8")
+    (tmp_path / "fedmf.py").write_text(
+        example(ROOT / ".github" / "CONTRIBUTING.md", "fedmf.py"), encoding="utf-8"
+    )
     code = (
         "import sys; sys.path.insert(0, '')\n"
         "import crossfed\n"
-        "small = {'synthetic.users': 60, 'synthetic.items': 40, 'text.encoder': 'hashing:384', 'tracking.enabled': False}\n"
-        "run = crossfed.run('fedmf:METHOD', rounds=3, dim=4, backend='inprocess', progress='quiet', settings=small)\n"
+        "small = {'synthetic.users': 60, 'synthetic.items': 40, 'text.encoder': 'hashing:384', "
+        "'tracking.enabled': False}\n"
+        "run = crossfed.run('fedmf:METHOD', rounds=3, dim=4, backend='inprocess', "
+        "progress='quiet', settings=small)\n"
         "assert set(run.ledger()['key']) == {'map', 'n'}\n"
         "assert run.history['train/food/loss'].is_monotonic_decreasing\n"
     )

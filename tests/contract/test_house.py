@@ -1,4 +1,6 @@
-"""The layout: no circle, nothing runs up, a folder is no corridor, and every module has its tests at its mirror."""
+"""The layout: no circle, nothing runs up, a folder is no corridor, and every module has its tests
+at its mirror.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ MOST = 24
 
 
 def test_every_module_belongs_to_a_room() -> None:
-    loose = [name for name in KNOWN if floor(name) is None and not name.startswith("crossfed.methods")]
+    loose = [
+        name for name in KNOWN if floor(name) is None and not name.startswith("crossfed.methods")
+    ]
     assert loose == ["crossfed", "crossfed.platform.pyfunc"]
 
 
@@ -44,9 +48,17 @@ def test_no_folder_is_a_corridor() -> None:
 
 def test_contracts_name_every_room() -> None:
     """A new room that a contract does not name would be outside it."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    layers = [part.strip() for line in contracts[0]["layers"] for part in line.replace("|", ":").split(":")]
-    rooms = {".".join(name.split(".")[:3]) for name in KNOWN if name.startswith("crossfed.platform.")}
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    layers = [
+        part.strip()
+        for line in contracts[0]["layers"]
+        for part in line.replace("|", ":").split(":")
+    ]
+    rooms = {
+        ".".join(name.split(".")[:3]) for name in KNOWN if name.startswith("crossfed.platform.")
+    }
     rooms -= {"crossfed.platform.pyfunc"}
     assert rooms <= set(layers)
     seen_by_methods = {"crossfed.platform.method", "crossfed.platform.errors"}
@@ -58,7 +70,9 @@ def test_every_module_has_tests_at_its_mirror(name: str) -> None:
     path = KNOWN[name].relative_to(ROOT)
     if path.name == "__init__.py" or name in TESTED_ELSEWHERE:
         return
-    assert (ROOT / "tests" / path.parent / f"test_{path.name}").is_file(), f"{path} has no tests at its mirror"
+    assert (ROOT / "tests" / path.parent / f"test_{path.name}").is_file(), (
+        f"{path} has no tests at its mirror"
+    )
 
 
 TESTED_ELSEWHERE: dict[str, str] = {}

@@ -1,4 +1,6 @@
-"""What every method must have and keep: three files, a docstring in the house's order, tested equations, exact state."""
+"""What every method must have and keep: three files, a docstring in the house's order, tested
+equations, exact state.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,14 @@ SMALL: dict[str, tuple[str, ...]] = {
     "itemknn": ("neighbours=5",),
     "knntext": ("text_neighbours=3",),
     "ease": ("l2=5", "text=1"),
-    "fedcgr": (*GENERATOR, "rounds=2", "local_epochs=1", "cf_dim=8", "cf_epochs=2", "dense_inner=8"),
+    "fedcgr": (
+        *GENERATOR,
+        "rounds=2",
+        "local_epochs=1",
+        "cf_dim=8",
+        "cf_epochs=2",
+        "dense_inner=8",
+    ),
     "tiger": (*GENERATOR, "epochs=3"),
     "tiger_fedavg": (*GENERATOR, "rounds=3", "local_epochs=1", "mu=0.01"),
     "p2p_iagr": ("K=4", "dim=8", "rounds=3", "batch_size=64", "top_k=3", "privacy.noise_seed=0"),
@@ -58,7 +67,13 @@ def small(name: str, shops: Path, out: Path, *sets: str, backend: str = "inproce
     return build(
         name,
         sets=[*SMALL.get(name, ()), "text.encoder=hashing:32", "privacy.noise_seed=0", *sets],
-        values={"data": shops, "out": out, "backend": backend, "tracking.enabled": False, "tracking.artifacts": False},
+        values={
+            "data": shops,
+            "out": out,
+            "backend": backend,
+            "tracking.enabled": False,
+            "tracking.artifacts": False,
+        },
     )
 
 
@@ -72,7 +87,11 @@ def test_there_are_methods() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_is_three_files(name: str) -> None:
-    for file in (f"methods/{name}.py", f"methods/configs/{name}.yaml", f"tests/methods/test_{name}.py"):
+    for file in (
+        f"methods/{name}.py",
+        f"methods/configs/{name}.yaml",
+        f"tests/methods/test_{name}.py",
+    ):
         assert (ROOT / file).is_file(), f"{name} lacks {file}"
     stray = {path.stem for path in (ROOT / "methods/configs").glob("*.yaml")} - set(METHODS)
     assert not stray, f"configurations without a method: {stray}"
@@ -92,10 +111,16 @@ def test_the_docstring_follows_the_house(name: str) -> None:
 def test_every_cited_equation_occurs_in_the_methods_test(name: str) -> None:
     cite = re.compile(r"Eq\. \((\d+)\)")
     source = (ROOT / f"methods/{name}.py").read_text()
-    functions = [number for first in re.findall(r'"""(Eq\. [^\n]*)', source) for number in cite.findall(first)]
+    functions = [
+        number
+        for first in re.findall(r'"""(Eq\. [^\n]*)', source)
+        for number in cite.findall(first)
+    ]
     tested = set(cite.findall((ROOT / f"tests/methods/test_{name}.py").read_text()))
     assert functions, "no function cites the equation it is"
-    assert set(functions) <= tested, f"cited but not tested: {sorted(set(functions) - tested, key=int)}"
+    assert set(functions) <= tested, (
+        f"cited but not tested: {sorted(set(functions) - tested, key=int)}"
+    )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -142,7 +167,9 @@ def test_resumed_equals_uninterrupted(name: str, shops: Path, tmp_path: Path) ->
                 raise Stop
 
         with pytest.raises(Stop):
-            run_recorded(small(name, shops, tmp_path / "broken"), on_round=stop, started=broken.append)
+            run_recorded(
+                small(name, shops, tmp_path / "broken"), on_round=stop, started=broken.append
+            )
         resumed = run_recorded(stored_config(broken[0]), resume=broken[0])
         assert numbers(resumed.result) == numbers(straight.result)
 
@@ -153,10 +180,12 @@ def _ways(name: str) -> frozenset[frozenset[Direction]]:
     return frozenset(stage.edges for stage in method.stages(method.Config()))
 
 
-# starting actors is what takes long: by default one method of each kind of exchange, the others on request
+# starting actors is what takes long: by default one method of each kind of exchange, the others on
+# request
 ON_RAY = [
     pytest.param(name, marks=pytest.mark.slow)
-    if find_method(name).scope == Scope.LOCAL or any(_ways(name) <= _ways(other) for other in METHODS[:number])
+    if find_method(name).scope == Scope.LOCAL
+    or any(_ways(name) <= _ways(other) for other in METHODS[:number])
     else name
     for number, name in enumerate(METHODS)
 ]
@@ -169,7 +198,9 @@ def test_in_process_equals_ray(name: str, shops: Path, tmp_path: Path, ray_clust
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_the_exported_model_scores_like_the_live_one(name: str, shops: Path, tmp_path: Path) -> None:
+def test_the_exported_model_scores_like_the_live_one(
+    name: str, shops: Path, tmp_path: Path
+) -> None:
     live: dict[str, torch.Tensor] = {}
     users = np.array([0, 5, 29])
 
@@ -190,20 +221,27 @@ def test_the_exported_model_scores_like_the_live_one(name: str, shops: Path, tmp
 @pytest.mark.parametrize("name", METHODS)
 def test_a_tenth_of_the_training_data_will_do(name: str, shops: Path, tmp_path: Path) -> None:
     """Most users and items have nothing left to train on; they are measured all the same."""
-    few = run_recorded(small(name, shops, tmp_path, "evaluation.train_share=0.1"), finish=final_test)
+    few = run_recorded(
+        small(name, shops, tmp_path, "evaluation.train_share=0.1"), finish=final_test
+    )
     assert {name: row["test_users"] for name, row in few.result["domains"].items()} == {
         "books": 40,
         "films": 50,
         "games": 30,
     }
     for domain in few.result["domains"].values():
-        assert all(math.isfinite(value) for value in (*domain["validation"].values(), *domain["test"].values()))
+        assert all(
+            math.isfinite(value)
+            for value in (*domain["validation"].values(), *domain["test"].values())
+        )
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_seeds_matter(name: str, shops: Path, tmp_path: Path) -> None:
     one, two = (run_recorded(small(name, shops, tmp_path, f"seed={seed}")) for seed in (1, 2))
-    same = one.result["domains"]["books"]["validation"] == two.result["domains"]["books"]["validation"]
+    same = (
+        one.result["domains"]["books"]["validation"] == two.result["domains"]["books"]["validation"]
+    )
     assert same == find_method(name).deterministic
 
 
@@ -211,7 +249,9 @@ FEDERATED = [name for name in METHODS if find_method(name).scope == Scope.FEDERA
 
 
 @pytest.mark.parametrize("name", FEDERATED)
-def test_its_local_variant_is_declared_and_exchanges_nothing(name: str, shops: Path, tmp_path: Path) -> None:
+def test_its_local_variant_is_declared_and_exchanges_nothing(
+    name: str, shops: Path, tmp_path: Path
+) -> None:
     """With every preset, and at other sizes, which the variant takes over."""
     for config in [
         small(name, shops, tmp_path),
@@ -219,16 +259,25 @@ def test_its_local_variant_is_declared_and_exchanges_nothing(name: str, shops: P
     ]:
         variant = local_variant(config)
         assert variant.resolved.scope == Scope.LOCAL
-        assert all(variant.config[key] == config.config[key] for key in ("dim", "layers") if key in variant.config)
+        assert all(
+            variant.config[key] == config.config[key]
+            for key in ("dim", "layers")
+            if key in variant.config
+        )
         check_method(variant.resolved, variant.method_config())
 
 
 @pytest.mark.parametrize("name", FEDERATED)
 @pytest.mark.parametrize(
-    "control", ["noise", "solo", *(pytest.param(c, marks=pytest.mark.slow) for c in (*CONTROLS[1:], *PEERS))]
+    "control",
+    ["noise", "solo", *(pytest.param(c, marks=pytest.mark.slow) for c in (*CONTROLS[1:], *PEERS))],
 )
-def test_it_runs_under_every_transfer_control(name: str, control: str, shops: Path, tmp_path: Path) -> None:
-    """What arrives means nothing, and it makes of it what it can, to the end; what it sends is still declared and finite."""
+def test_it_runs_under_every_transfer_control(
+    name: str, control: str, shops: Path, tmp_path: Path
+) -> None:
+    """What arrives means nothing, and it makes of it what it can, to the end; what it sends is
+    still declared and finite.
+    """
     done = run_recorded(small(name, shops, tmp_path, f"control={control}"))
     assert done.result["control"] == control
     peers_only = all(field.direction == Direction.PEER for field in find_method(name).fields)

@@ -1,4 +1,6 @@
-"""The package as it is installed: every folder listed, nothing that shadows the standard library, rooms that hold."""
+"""The package as it is installed: every folder listed, nothing that shadows the standard library,
+rooms that hold.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_every_folder_with_code_is_a_listed_package() -> None:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_are_namespace_packages(room: str) -> None:
-    """`platform/__init__.py` would replace the standard library's module for everything started from the root."""
+    """`platform/__init__.py` would replace the standard library's module for everything started
+    from the root.
+    """
     assert not (ROOT / room / "__init__.py").exists()
 
 
@@ -72,11 +76,18 @@ def test_the_wheel_holds_every_module_and_data_file(tmp_path: Path) -> None:
         if path.suffix in (".py", ".yaml") and "__pycache__" not in path.parts
     } | {"crossfed/py.typed"}
     assert expected <= inside, expected - inside
-    assert not any(name.startswith(("platform/", "methods/", "tuning/", "tests/")) for name in inside)
-    subprocess.run(
-        [sys.executable, "-m", "zipfile", "-e", str(wheel), str(tmp_path / "site")], check=True, capture_output=True
+    assert not any(
+        name.startswith(("platform/", "methods/", "tuning/", "tests/")) for name in inside
     )
-    code = "import crossfed, crossfed.launch, crossfed.platform.errors as e, platform; print(crossfed.__file__, e.__file__)"
+    subprocess.run(
+        [sys.executable, "-m", "zipfile", "-e", str(wheel), str(tmp_path / "site")],
+        check=True,
+        capture_output=True,
+    )
+    code = (
+        "import crossfed, crossfed.launch, crossfed.platform.errors as e, platform; "
+        "print(crossfed.__file__, e.__file__)"
+    )
     for folder in (tmp_path, ROOT):
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=folder, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
@@ -87,13 +98,19 @@ def test_the_wheel_holds_every_module_and_data_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", [ROOT, Path("/")])
 def test_the_editable_install_is_whole_from_any_folder(folder: Path) -> None:
-    code = "import crossfed, crossfed.launch, crossfed.methods.lightgcn, crossfed.tuning.space, platform; platform.system()"
+    code = (
+        "import crossfed, crossfed.launch, crossfed.methods.lightgcn, "
+        "crossfed.tuning.space, platform; platform.system()"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=folder, check=True, capture_output=True)
 
 
 def test_importing_crossfed_loads_nothing_heavy() -> None:
     heavy = ("torch", "ray", "mlflow", "pandas", "scipy", "matplotlib", "optuna", "pydantic")
-    code = f"import sys, crossfed; dir(crossfed); print([name for name in {heavy} if name in sys.modules])"
+    code = (
+        f"import sys, crossfed; dir(crossfed); print([name for name in {heavy} if name in "
+        f"sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -114,6 +131,9 @@ def test_every_public_name_is_there() -> None:
     ],
 )
 def test_importing_the_platform_starts_neither_ray_nor_mlflow(module: str) -> None:
-    code = f"import sys, {module}; print([name for name in ('ray', 'mlflow', 'sentence_transformers') if name in sys.modules])"
+    code = (
+        f"import sys, {module}; print([name for name in ('ray', 'mlflow', "
+        f"'sentence_transformers') if name in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

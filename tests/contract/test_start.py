@@ -1,4 +1,6 @@
-"""What a command or a process imports before it does its work: nothing that takes long and is not needed."""
+"""What a command or a process imports before it does its work: nothing that takes long and is not
+needed.
+"""
 
 from __future__ import annotations
 
@@ -58,19 +60,28 @@ def test_help_imports_nothing_heavy(arguments: str, tmp_path: Path) -> None:
         "tune start sasrec --set nonsense=1",
     ],
 )
-def test_a_configuration_is_refused_before_anything_heavy_is_imported(arguments: str, tmp_path: Path) -> None:
+def test_a_configuration_is_refused_before_anything_heavy_is_imported(
+    arguments: str, tmp_path: Path
+) -> None:
     assert not commanded(arguments, tmp_path) & HEAVY
 
 
 @pytest.mark.parametrize(
     "module",
-    ["platform.run", "platform.ray_nodes", "platform.evaluation.final", *(f"methods.{m}" for m in METHODS)],
+    [
+        "platform.run",
+        "platform.ray_nodes",
+        "platform.evaluation.final",
+        *(f"methods.{m}" for m in METHODS),
+    ],
 )
 def test_a_run_and_its_methods_import_nothing_of_reports(module: str, tmp_path: Path) -> None:
     assert not imported(f"import crossfed.{module}", tmp_path) & (REPORTS | {"sklearn"})
 
 
-def test_an_actor_imports_nothing_of_reports(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
+def test_an_actor_imports_nothing_of_reports(
+    shops: Path, tmp_path: Path, ray_cluster: None
+) -> None:
     """A whole run with its test; the modules are read in the actors at the end of it."""
     from crossfed.platform.federation.final import test_once
 
@@ -81,7 +92,12 @@ def test_an_actor_imports_nothing_of_reports(shops: Path, tmp_path: Path, ray_cl
         seen.update(nodes.each("apply", dict.fromkeys(plan.nodes, (toys.modules,))))
         return measured
 
-    values = {"data": shops, "out": tmp_path, "tracking.enabled": False, "resources.cpus_server": 0.1}
+    values = {
+        "data": shops,
+        "out": tmp_path,
+        "tracking.enabled": False,
+        "resources.cpus_server": 0.1,
+    }
     values["resources.cpus_per_domain"] = 0.1
     config = build("p2p_iagr", sets=["rounds=1", "dim=4", "K=2"], values=values)
     run_recorded(config, finish=look)
@@ -93,18 +109,25 @@ def test_an_actor_imports_nothing_of_reports(shops: Path, tmp_path: Path, ray_cl
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_config_made_without_torch_is_the_methods_own(name: str, tmp_path: Path) -> None:
-    """Made in a fresh process, without torch; here the method is imported. Keys, bounds, defaults agree."""
+    """Made in a fresh process, without torch; here the method is imported. Keys, bounds, defaults
+    agree.
+    """
     code = (
         "import json, sys\nfrom crossfed.platform.registry import config_class\n"
         f"made = config_class({name!r})\nassert 'torch' not in sys.modules\n"
-        "print(json.dumps([made.model_json_schema(), made().model_dump(mode='json')], sort_keys=True))\n"
-        f"from crossfed.platform.registry import find_method\nfound = find_method({name!r}).Config\n"
-        "print(json.dumps([found.model_json_schema(), found().model_dump(mode='json')], sort_keys=True))\n"
+        "print(json.dumps([made.model_json_schema(), made().model_dump(mode='json')], "
+        "sort_keys=True))\n"
+        f"from crossfed.platform.registry import find_method\nfound = "
+        f"find_method({name!r}).Config\n"
+        "print(json.dumps([found.model_json_schema(), found().model_dump(mode='json')], "
+        "sort_keys=True))\n"
         f"assert config_class({name!r}) is found is not made\n"
         "assert sorted(map(str, made.__pydantic_decorators__.model_validators)) == "
         "sorted(map(str, found.__pydantic_decorators__.model_validators))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     made, own = done.stdout.splitlines()
     assert made == own

@@ -30,7 +30,9 @@ from crossfed.platform.report.recording import run_recorded
 from faults.mutator import VALUES, Mutator
 
 Attack = Callable[[Mutator, Path], None]
-"""Makes one malformed input in an empty folder and has it read; whether it may be refused is the reader's business."""
+"""Makes one malformed input in an empty folder and has it read; whether it may be refused is the
+reader's business.
+"""
 
 
 def configurations(seeds: Path) -> Attack:
@@ -54,8 +56,12 @@ def configurations(seeds: Path) -> Attack:
         else:
             chosen = [rng.choice(sets)]
             text = rng.data(rng.choice(sets).encode()).decode("utf-8", "replace")
-            values = {rng.choice(("seed", "data", "domains", "out", "privacy.budget")): rng.choice(VALUES)}
-            config = build("fedcrf", sets=[*chosen, text], values=values if rng.random() < 0.3 else None)
+            values = {
+                rng.choice(("seed", "data", "domains", "out", "privacy.budget")): rng.choice(VALUES)
+            }
+            config = build(
+                "fedcrf", sets=[*chosen, text], values=values if rng.random() < 0.3 else None
+            )
         config.hash()
         check_method(config.resolved, config.method_config())
 
@@ -76,7 +82,14 @@ def specs(seeds: Path) -> Attack:
 def _sources() -> dict[str, tuple[bytes, dict[str, Any]]]:
     """Small files of every layout that can be read, and how."""
     reviews = "".join(
-        json.dumps({"reviewerID": f"U{n % 7}", "asin": f"B00000000{n % 5}", "overall": 5.0, "unixReviewTime": 1000 + n})
+        json.dumps(
+            {
+                "reviewerID": f"U{n % 7}",
+                "asin": f"B00000000{n % 5}",
+                "overall": 5.0,
+                "unixReviewTime": 1000 + n,
+            }
+        )
         + "\n"
         for n in range(40)
     ).encode()
@@ -84,16 +97,23 @@ def _sources() -> dict[str, tuple[bytes, dict[str, Any]]]:
         b"u%d,B00000000%d,4.0,16%011d\n" % (n % 7, n % 5, n) for n in range(40)
     )
     ratings = b"".join(b"U%d,B00000000%d,5.0,%d\n" % (n % 7, n % 5, 1000 + n) for n in range(40))
-    retail = b"InvoiceNo,StockCode,Description,Quantity,InvoiceDate,UnitPrice,CustomerID,Country\n" + b"".join(
-        b"5363%02d,8512%d,T-LIGHT,6,12/1/2010 8:%02d,2.55,1785%d,UK\n" % (n, n % 5, n, n % 7) for n in range(40)
+    retail = (
+        b"InvoiceNo,StockCode,Description,Quantity,InvoiceDate,UnitPrice,CustomerID,Country\n"
+        + b"".join(
+            b"5363%02d,8512%d,T-LIGHT,6,12/1/2010 8:%02d,2.55,1785%d,UK\n" % (n, n % 5, n, n % 7)
+            for n in range(40)
+        )
     )
     recbole = b"user_id:token\titem_id:token\trating:float\ttimestamp:float\n" + b"".join(
         b"%d\t%d\t3\t88%07d\n" % (n % 7, n % 5, n) for n in range(40)
     )
     columns = {"user": "who", "item": "what", "rating": "stars", "time": "when"}
-    table = b"who,what,stars,when\n" + b"".join(b"u%d,i%d,1,%d\n" % (n % 7, n % 5, n) for n in range(40))
+    table = b"who,what,stars,when\n" + b"".join(
+        b"u%d,i%d,1,%d\n" % (n % 7, n % 5, n) for n in range(40)
+    )
     lines = b"".join(
-        json.dumps({"who": f"u{n % 7}", "what": n % 5, "stars": 1, "when": n}).encode() + b"\n" for n in range(40)
+        json.dumps({"who": f"u{n % 7}", "what": n % 5, "stars": 1, "when": n}).encode() + b"\n"
+        for n in range(40)
     )
     return {
         "reviews": (reviews, {}), "reviews.gz": (gzip.compress(reviews), {}), "newer.csv": (newer, {}),
@@ -109,7 +129,12 @@ def _parquet() -> bytes:
     import pyarrow.parquet as pq
 
     target = io.BytesIO()
-    rows = {"who": ["u1", "u2"] * 20, "what": ["i1", "i2"] * 20, "stars": [1.0] * 40, "when": list(range(40))}
+    rows = {
+        "who": ["u1", "u2"] * 20,
+        "what": ["i1", "i2"] * 20,
+        "stars": [1.0] * 40,
+        "when": list(range(40)),
+    }
     pq.write_table(pa.table(rows), target)
     return target.getvalue()
 
@@ -141,12 +166,20 @@ def sources(seeds: Path) -> Attack:
     def attack(rng: Mutator, folder: Path) -> None:
         if rng.random() < 0.25:
             (folder / "items").write_bytes(rng.data(rng.choice(META)))
-            read_items(folder / "items", Source(path="items"), ["title", "brand", "categories"], {"B000000001", "1"})
+            read_items(
+                folder / "items",
+                Source(path="items"),
+                ["title", "brand", "categories"],
+                {"B000000001", "1"},
+            )
             return
         name, (raw, how) = rng.choice(list(files.items()))
         (folder / name).write_bytes(rng.data(raw))
         read_table(
-            folder / name, Source(path=name, **how), ["user", "item"], [] if name == "retail.csv" else ["rating"]
+            folder / name,
+            Source(path=name, **how),
+            ["user", "item"],
+            [] if name == "retail.csv" else ["rating"],
         )
 
     return attack
@@ -155,14 +188,19 @@ def sources(seeds: Path) -> Attack:
 def preparations(seeds: Path) -> Attack:
     """Whole preparations, from a damaged file to the prepared directory."""
     files = _sources()
-    spec = "name: x\nrecipe: {user_core: 1, item_core: 1}\ndomains:\n  a: {interactions: {path: %s%s}}\n"
+    spec = (
+        "name: x\nrecipe: {user_core: 1, item_core: 1}\ndomains:\n  a: {interactions: "
+        "{path: %s%s}}\n"
+    )
 
     def attack(rng: Mutator, folder: Path) -> None:
         name, (raw, how) = rng.choice(list(files.items()))
         (folder / name).write_bytes(rng.data(raw) if rng.random() < 0.8 else raw)
         told = ", columns: " + json.dumps(how["columns"]).replace('"', "") if how else ""
         text = spec % (name, told)
-        (folder / "spec.yaml").write_bytes(text.encode() if rng.random() < 0.7 else rng.data(text.encode()))
+        (folder / "spec.yaml").write_bytes(
+            text.encode() if rng.random() < 0.7 else rng.data(text.encode())
+        )
         data = prepare(folder / "spec.yaml", folder / "out")
         data.verify()
 
@@ -178,7 +216,9 @@ def prepared(seeds: Path) -> Attack:
     def attack(rng: Mutator, folder: Path) -> None:
         path = Path(shutil.copytree(good, folder / "data"))
         if rng.random() < 0.6:
-            rng.json_file(path / "manifest.json") if rng.random() < 0.7 else rng.file(path / "manifest.json")
+            rng.json_file(path / "manifest.json") if rng.random() < 0.7 else rng.file(
+                path / "manifest.json"
+            )
         else:
             rng.file(rng.choice(sorted(path.rglob("*.parquet"))))
         data = PreparedData.open(path)
@@ -204,7 +244,12 @@ def _run(seeds: Path, method: str) -> Path:
     data, started = seeds / "shops", list[Path]()
     if not data.exists():
         write_shops(data)
-    values = {"data": data, "out": seeds / "runs", "backend": "inprocess", "tracking.enabled": False}
+    values = {
+        "data": data,
+        "out": seeds / "runs",
+        "backend": "inprocess",
+        "tracking.enabled": False,
+    }
 
     def stop(row: Round) -> None:
         if row.step == 4:
@@ -212,14 +257,20 @@ def _run(seeds: Path, method: str) -> Path:
 
     sets = ["rounds=5", "privacy.noise_seed=0", "privacy.delta=0"]
     with contextlib.suppress(_Stop):
-        run_recorded(build(f"toys:{method}", sets=sets, values=values), on_round=stop, started=started.append)
+        run_recorded(
+            build(f"toys:{method}", sets=sets, values=values), on_round=stop, started=started.append
+        )
     return started[0]
 
 
 def _sign(commit: Path) -> None:
     """Give a commit's files the hashes that they have now, as who forges a checkpoint would."""
     told = json.loads((commit / MANIFEST).read_text())
-    told["files"] = {name: checkpoint.digest(commit / name) for name in told["files"] if (commit / name).is_file()}
+    told["files"] = {
+        name: checkpoint.digest(commit / name)
+        for name in told["files"]
+        if (commit / name).is_file()
+    }
     (commit / MANIFEST).write_text(json.dumps(told))
 
 
@@ -236,7 +287,9 @@ def checkpoints(seeds: Path) -> Attack:
 
     def attack(rng: Mutator, folder: Path) -> None:
         run_dir = Path(
-            shutil.copytree(good, folder / "run", ignore=shutil.ignore_patterns("*.parquet", "model", "figures"))
+            shutil.copytree(
+                good, folder / "run", ignore=shutil.ignore_patterns("*.parquet", "model", "figures")
+            )
         )
         commits = Checkpoints(run_dir, (SERVER, *domains)).committed()
         for commit in commits if rng.random() < 0.5 else commits[-1:]:
@@ -247,7 +300,10 @@ def checkpoints(seeds: Path) -> Attack:
         if rng.random() < 0.2:
             rng.file(run_dir / rng.choice(("history.jsonl", "ledger.jsonl")))
         rounds = Rounds(
-            Plan(config, config.data or seeds, domains, run_dir, seeds / "cache"), nodes, lambda _: None, lambda _: None
+            Plan(config, config.data or seeds, domains, run_dir, seeds / "cache"),
+            nodes,
+            lambda _: None,
+            lambda _: None,
         )
         rounds.restore()
 
@@ -260,7 +316,9 @@ def records(seeds: Path) -> Attack:
 
     def attack(rng: Mutator, folder: Path) -> None:
         run_dir = Path(
-            shutil.copytree(good, folder / "run", ignore=shutil.ignore_patterns("*.parquet", "model", "figures"))
+            shutil.copytree(
+                good, folder / "run", ignore=shutil.ignore_patterns("*.parquet", "model", "figures")
+            )
         )
         file = run_dir / rng.choice(
             (
@@ -290,11 +348,15 @@ def artifacts(seeds: Path) -> Attack:
 
     def attack(rng: Mutator, folder: Path) -> None:
         shutil.copytree(seeds / "kept", folder / "kept")
-        file = rng.choice([path for path in (folder / "kept").rglob("*.*") if path.suffix in (".npy", ".json")])
+        file = rng.choice(
+            [path for path in (folder / "kept").rglob("*.*") if path.suffix in (".npy", ".json")]
+        )
         rng.json_file(file) if file.suffix == ".json" and rng.random() < 0.5 else file.write_bytes(
             rng.data(file.read_bytes())
         )
-        found = ArtifactStore(folder / "kept").ensure("text", "ab" * 32, lambda: array, {"what": "a test"})[1]
+        found = ArtifactStore(folder / "kept").ensure(
+            "text", "ab" * 32, lambda: array, {"what": "a test"}
+        )[1]
         if not np.array_equal(found, array):
             raise AssertionError("a damaged array was used")
 
@@ -310,8 +372,27 @@ def payloads(seeds: Path) -> Attack:
     )  # fmt: skip
     method = toys._method("fuzzed", lambda c: (), fields)
     nodes = {SERVER: 0, "books": 30, "films": 25}
-    edges = [frozenset(chosen) for chosen in ((), (Direction.UP,), (Direction.UP, Direction.DOWN), tuple(Direction))]
-    dtypes = ("f4", "f8", "f2", "i8", "u8", "i4", "?", "O", "S7", "U3", "c8", "M8[s]", ">f4", "V8", [("a", "f4")])
+    edges = [
+        frozenset(chosen)
+        for chosen in ((), (Direction.UP,), (Direction.UP, Direction.DOWN), tuple(Direction))
+    ]
+    dtypes = (
+        "f4",
+        "f8",
+        "f2",
+        "i8",
+        "u8",
+        "i4",
+        "?",
+        "O",
+        "S7",
+        "U3",
+        "c8",
+        "M8[s]",
+        ">f4",
+        "V8",
+        [("a", "f4")],
+    )
     shapes = ((), (0,), (1,), (2,), (3,), (3, 1), (30,), (40, 2), (2, 2, 2), (0, 0), (1,) * 20)
     keys = (
         "x",
@@ -334,14 +415,28 @@ def payloads(seeds: Path) -> Attack:
     def array(rng: Mutator) -> Any:
         if rng.random() < 0.15:
             return rng.choice(
-                (None, 3, "x", b"\x80\x04K*.", [1.0] * 3, {"a": 1}, np.float32(1), memoryview(b"abc"), object())
+                (
+                    None,
+                    3,
+                    "x",
+                    b"\x80\x04K*.",
+                    [1.0] * 3,
+                    {"a": 1},
+                    np.float32(1),
+                    memoryview(b"abc"),
+                    object(),
+                )
             )
         if rng.random() < 0.1:
-            return np.broadcast_to(np.float32(0), rng.choice(((2**31,), (2**20, 2**20), (2**40,), (3,))))
+            return np.broadcast_to(
+                np.float32(0), rng.choice(((2**31,), (2**20, 2**20), (2**40,), (3,)))
+            )
         made = np.zeros(rng.choice(shapes), rng.choice(dtypes))
         if made.size and made.dtype.kind in "fciu":
             made.flat[rng.randrange(made.size)] = (
-                rng.choice((0, 1, 200)) if made.dtype.kind in "iu" else rng.choice((np.nan, np.inf, 1))
+                rng.choice((0, 1, 200))
+                if made.dtype.kind in "iu"
+                else rng.choice((np.nan, np.inf, 1))
             )
         return made[::-1] if made.ndim and rng.random() < 0.2 else made
 
@@ -353,7 +448,11 @@ def payloads(seeds: Path) -> Attack:
     def close(rng: Mutator, way: Direction) -> dict[Any, Any]:
         """A right message with one thing in it changed, or none."""
         good: dict[Any, Any] = {
-            Direction.UP: {"x": np.zeros(3, "f4"), "rows": np.zeros((40, 2), "f4"), "part/a": np.zeros(5, "f4")},
+            Direction.UP: {
+                "x": np.zeros(3, "f4"),
+                "rows": np.zeros((40, 2), "f4"),
+                "part/a": np.zeros(5, "f4"),
+            },
             Direction.DOWN: {"labels": np.array([0, 1] * 15)},
             Direction.PEER: {"x": np.ones(3, "f4")},
         }[way]
@@ -372,17 +471,18 @@ def payloads(seeds: Path) -> Attack:
     def attack(rng: Mutator, folder: Path) -> None:
         if rng.random() < 0.4:
             way = rng.choice(list(Direction))
-            sender, receiver = {Direction.UP: ("books", SERVER), Direction.DOWN: (SERVER, "books")}.get(
-                way, ("books", "films")
-            )
+            sender, receiver = {
+                Direction.UP: ("books", SERVER),
+                Direction.DOWN: (SERVER, "books"),
+            }.get(way, ("books", "films"))
             stage, told = Stage("s", 1, (), edges=edges[-1]), close(rng, way)
-            rows = Gate(method, toys.Config(), sender, nodes, None if sender == SERVER else 40).check(
-                stage, 1, {receiver: told}
-            )
+            rows = Gate(
+                method, toys.Config(), sender, nodes, None if sender == SERVER else 40
+            ).check(stage, 1, {receiver: told})
             check_told(stage, sender, nodes, [receiver], rows)
-            Gate(method, toys.Config(), receiver, nodes, None if receiver == SERVER else 50).receive(
-                stage, {sender: told}
-            )
+            Gate(
+                method, toys.Config(), receiver, nodes, None if receiver == SERVER else 50
+            ).receive(stage, {sender: told})
             return
         node = rng.choice(list(nodes))
         limit = rng.choice((None, None, 1, 2**40))
@@ -408,7 +508,11 @@ def payloads(seeds: Path) -> Attack:
                 check_told(stage, node, nodes, rng.choice(([SERVER], [], list(names))), [row])
             case _:
                 check_metrics(
-                    node, {rng.choice(keys): rng.choice((*VALUES, array(rng))) for _ in range(rng.choice((1, 3)))}
+                    node,
+                    {
+                        rng.choice(keys): rng.choice((*VALUES, array(rng)))
+                        for _ in range(rng.choice((1, 3)))
+                    },
                 )
 
     return attack

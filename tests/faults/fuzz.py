@@ -1,10 +1,11 @@
-"""Malformed inputs by the thousand: whatever is read refuses with a `CrossfedError`, or takes what is usable. Nothing hangs.
+"""Malformed inputs by the thousand: whatever is read refuses with a `CrossfedError`, or takes what
+is usable. Nothing hangs.
 
     python tests/faults/fuzz.py --inputs 12000 --seed 0
     python tests/faults/fuzz.py --only checkpoints:17 --seed 0        one input again, with its traceback
 
-Inputs are good ones, mutated: bits, bytes, lengths, tokens that parsers trip over, values of other types and sizes. Every input
-comes from (seed, target, number) alone.
+Inputs are good ones, mutated: bits, bytes, lengths, tokens that parsers trip over, values of other
+types and sizes. Every input comes from (seed, target, number) alone.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Tally:
 
 @contextlib.contextmanager
 def _hang() -> Iterator[None]:
-    """Raise TimeoutError in what computes for too long; time that others compute on this machine does not count."""
+    """Raise TimeoutError in what computes for too long; time that others compute on this machine
+    does not count.
+    """
 
     def late(_signal: int, _frame: FrameType | None) -> None:
         raise TimeoutError(f"still computing after {HANG:g} s")
@@ -76,7 +79,9 @@ def run(inputs: int, seed: int, folder: Path, only: str | None = None) -> dict[s
         seeds, tally = folder / f"{name}-seeds", found.setdefault(name, Tally())
         seeds.mkdir()
         attack = make(seeds)
-        numbers: Sequence[int] = range(max(1, inputs * share // total)) if not only else range(inputs)
+        numbers: Sequence[int] = (
+            range(max(1, inputs * share // total)) if not only else range(inputs)
+        )
         for number in [int(only.split(":")[1])] if only and ":" in only else numbers:
             place = folder / "input"
             place.mkdir()
@@ -89,11 +94,15 @@ def run(inputs: int, seed: int, folder: Path, only: str | None = None) -> dict[s
             except CrossfedError as error:
                 tally.refused += 1
                 if "\n" in str(error).strip() or not str(error):
-                    tally.failures.append(f"{name}:{number}: not one sentence: {str(error)[:300]!r}")
+                    tally.failures.append(
+                        f"{name}:{number}: not one sentence: {str(error)[:300]!r}"
+                    )
             except BaseException as error:  # whatever it is, it is what this looks for
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                tally.failures.append(f"{name}:{number}: {''.join(traceback.format_exception(error)[-4:])}")
+                tally.failures.append(
+                    f"{name}:{number}: {''.join(traceback.format_exception(error)[-4:])}"
+                )
             finally:
                 tally.slowest = max(tally.slowest, time.process_time() - began)
                 shutil.rmtree(place, ignore_errors=True)
@@ -109,13 +118,16 @@ def report(found: dict[str, Tally]) -> str:
     for name, tally in found.items():
         inputs = tally.accepted + tally.refused + len(tally.failures)
         lines.append(
-            f"| {name} | {inputs} | {tally.accepted} | {tally.refused} | {len(tally.failures)} | {tally.slowest:.2f} |"
+            f"| {name} | {inputs} | {tally.accepted} | {tally.refused} | {len(tally.failures)} "
+            f"| {tally.slowest:.2f} |"
         )
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--inputs", type=int, default=12_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="a target, or target:number")

@@ -1,12 +1,15 @@
-"""Faults in real federated runs: what is killed, when, and whether the numbers are those of an undisturbed run.
+"""Faults in real federated runs: what is killed, when, and whether the numbers are those of an
+undisturbed run.
 
     python tests/faults/matrix.py                                  every federated method, every fault, every moment
-    python tests/faults/matrix.py --methods p2p_iagr,fedcrf --moments last --each 1 --out outcomes.json
+    python tests/faults/matrix.py --methods p2p_iagr,fedcrf --moments last --each 1 --out
+    outcomes.json
     python tests/faults/matrix.py --spread                         one domain per machine, and the placement that proves it
 
-A fault is: the actor of one domain killed, the server's killed, the machine of one domain removed, the driver killed and its
-run resumed. A moment is the first, the middle or the last round of a stage; the fault strikes when that round has been run
-and evaluated, and is not committed yet. Four Ray machines on this computer (`ray.cluster_utils`) stand for a cluster.
+A fault is: the actor of one domain killed, the server's killed, the machine of one domain removed,
+the driver killed and its run resumed. A moment is the first, the middle or the last round of a
+stage; the fault strikes when that round has been run and evaluated, and is not committed yet. Four
+Ray machines on this computer (`ray.cluster_utils`) stand for a cluster.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from types import FrameType
 from typing import Any
 
 HERE = Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parents[1] / "support"))  # the tests' own modules, when this file is run as a script
+# the tests' own modules, when this file is run as a script
+sys.path.insert(0, str(HERE.parents[1] / "support"))
 
 from contract.test_methods import METHODS, small  # noqa: E402
 from crossfed.platform.checkpoint import write_json  # noqa: E402
@@ -48,7 +52,9 @@ SETTINGS = (
     "resources.start_timeout=600", "tracking.artifacts=false",
 )  # fmt: skip
 LONG = {"rounds": 3, "epochs": 3, "cf_epochs": 3}
-"""Lengths of stages, where a method has them, at which every stage has a first, a middle and a last round."""
+"""Lengths of stages, where a method has them, at which every stage has a first, a middle and a last
+round.
+"""
 KINDS = ("kill a domain", f"kill {SERVER}", f"remove machine of {DOMAINS[0]}", "kill driver")
 LIMIT = 480
 """Seconds after which a case counts as a hang, on a machine that does nothing else."""
@@ -97,10 +103,14 @@ def numbers(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def history(run_dir: Path) -> list[dict[str, Any]]:
-    """Every round, without its seconds and without the privacy account, in which a repeated release counts again."""
+    """Every round, without its seconds and without the privacy account, in which a repeated release
+    counts again.
+    """
     rows = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
     for row in rows:
-        row["metrics"] = {key: value for key, value in row["metrics"].items() if not key.startswith("privacy/")}
+        row["metrics"] = {
+            key: value for key, value in row["metrics"].items() if not key.startswith("privacy/")
+        }
     return [row | {"seconds": 0} for row in rows]
 
 
@@ -184,7 +194,9 @@ def limit(seconds: int) -> Iterator[None]:
 
 
 def drive(config: Path, step: int) -> None:
-    """Run a configuration and die, as by a power cut, after so many rounds. In a process of its own."""
+    """Run a configuration and die, as by a power cut, after so many rounds. In a process of its
+    own.
+    """
 
     def told(row: Round) -> None:
         if row.step == step:
@@ -194,22 +206,43 @@ def drive(config: Path, step: int) -> None:
 
 
 def run_case(
-    case: Case, config: RunConfig, expected: tuple[Any, Any], machines: Machines, folder: Path, allowed: int
+    case: Case,
+    config: RunConfig,
+    expected: tuple[Any, Any],
+    machines: Machines,
+    folder: Path,
+    allowed: int,
 ) -> Outcome:
-    """Run a method under a fault and compare it with the undisturbed run; after `allowed` seconds it is a hang."""
+    """Run a method under a fault and compare it with the undisturbed run; after `allowed` seconds
+    it is a hang.
+    """
     began, restarts, started = time.monotonic(), 0, list[Path]()
     try:
         with limit(allowed):
             if case.fault == "kill driver":
                 (folder / "told").mkdir(parents=True)
                 joined = config.model_copy(
-                    update={"resources": config.resources.model_copy(update={"address": machines.address})}
+                    update={
+                        "resources": config.resources.model_copy(
+                            update={"address": machines.address}
+                        )
+                    }
                 )
                 (folder / "told" / "config.yaml").write_text(joined.to_yaml(), encoding="utf-8")
-                command = [sys.executable, str(HERE), "--drive", str(folder / "told" / "config.yaml"), str(case.step)]
-                code = subprocess.run(command, check=False, stderr=subprocess.DEVNULL, timeout=allowed).returncode
+                command = [
+                    sys.executable,
+                    str(HERE),
+                    "--drive",
+                    str(folder / "told" / "config.yaml"),
+                    str(case.step),
+                ]
+                code = subprocess.run(
+                    command, check=False, stderr=subprocess.DEVNULL, timeout=allowed
+                ).returncode
                 if code != -signal.SIGKILL:
-                    return Outcome(case, f"the driver ended with {code}", 0, time.monotonic() - began)
+                    return Outcome(
+                        case, f"the driver ended with {code}", 0, time.monotonic() - began
+                    )
                 run_dir = config.out / "driven"
                 done = run_recorded(stored_config(run_dir), resume=run_dir, finish=test_once)
             else:
@@ -217,17 +250,25 @@ def run_case(
                 done = run_recorded(config, on_round=told, finish=test_once, started=started.append)
                 restarts = done.result["restarts"]
                 if restarts != 1:
-                    return Outcome(case, f"{restarts} restarts where one was due", restarts, time.monotonic() - began)
+                    return Outcome(
+                        case,
+                        f"{restarts} restarts where one was due",
+                        restarts,
+                        time.monotonic() - began,
+                    )
         same = (numbers(done.result), history(done.run_dir)) == expected
         outcome = "same" if same else "other numbers"
-    except (TimeoutError, SystemError, subprocess.TimeoutExpired):  # Ray makes a SystemError of what a signal raises
+    # Ray makes a SystemError of what a signal raises
+    except (TimeoutError, SystemError, subprocess.TimeoutExpired):
         outcome = f"no end within {allowed} s"
     except CrossfedError as error:
         outcome = f"refused: {error}"
     return Outcome(case, outcome, restarts, time.monotonic() - began)
 
 
-def cases(method: str, rows: Sequence[dict[str, Any]], nodes: Sequence[str], wanted: Sequence[str]) -> list[Case]:
+def cases(
+    method: str, rows: Sequence[dict[str, Any]], nodes: Sequence[str], wanted: Sequence[str]
+) -> list[Case]:
     """Every fault at every wanted moment."""
     faults = [f"kill {node}" for node in nodes] + [f"remove machine of {DOMAINS[0]}", "kill driver"]
     places = [place for place in moments(rows) if place[1] in wanted]
@@ -247,22 +288,30 @@ def matrix(
 
     Args:
         methods, wanted: which methods, and which moments.
-        each: of every kind of fault (an actor, the server, a machine, the driver) so many per method; None is all.
-        shops: prepared data with the domains of `DOMAINS`. folder: for the runs. tell: told every outcome as it is there.
+        each: of every kind of fault (an actor, the server, a machine, the driver) so many per
+            method; None is all.
+        shops: prepared data with the domains of `DOMAINS`. folder: for the runs. tell: told every
+            outcome as it is there.
     """
     machines, found = Machines(), list[Outcome]()
     try:
         for method in methods:
-            calm = run_recorded(small(method, shops, folder / method / "calm", *settings(method)), finish=test_once)
+            calm = run_recorded(
+                small(method, shops, folder / method / "calm", *settings(method)), finish=test_once
+            )
             rows = history(calm.run_dir)
             server = [SERVER] if find_method(method).init_server else []
             chosen = cases(method, rows, [*server, *DOMAINS], wanted)
             if each is not None:
-                chosen = [case for kind in KINDS for case in [c for c in chosen if c.kind == kind][:each]]
+                chosen = [
+                    case for kind in KINDS for case in [c for c in chosen if c.kind == kind][:each]
+                ]
             for number, case in enumerate(chosen):
                 place = folder / method / f"{number:03d}"
                 config = small(method, shops, place / "runs", *settings(method), backend="ray")
-                outcome = run_case(case, config, (numbers(calm.result), rows), machines, place, allowed)
+                outcome = run_case(
+                    case, config, (numbers(calm.result), rows), machines, place, allowed
+                )
                 found.append(outcome)
                 tell(line(outcome))
     finally:
@@ -278,20 +327,28 @@ def say(text: str) -> None:
 def line(row: Outcome) -> str:
     case = row.case
     return (
-        f"| {case.method} | {case.fault} | {case.stage} | {case.moment} ({case.step}) | {row.outcome} | {row.restarts} | "
+        f"| {case.method} | {case.fault} | {case.stage} | {case.moment} ({case.step}) | "
+        f"{row.outcome} | {row.restarts} | "
         f"{row.seconds:.0f} |"
     )
 
 
-HEAD = "| method | fault | stage | round | outcome | restarts | seconds |\n|---|---|---|---|---|---:|---:|"
+HEAD = (
+    "| method | fault | stage | round | outcome | restarts | seconds "
+    "|\n|---|---|---|---|---|---:|---:|"
+)
 
 
 def spread(methods: Sequence[str], shops: Path, folder: Path, tell: Callable[[str], None]) -> bool:
-    """Run methods with one domain per machine and GPU; whether the placement says so and the numbers are the same."""
+    """Run methods with one domain per machine and GPU; whether the placement says so and the
+    numbers are the same.
+    """
     machines, sound = Machines(), True
     try:
         for method in methods:
-            calm = run_recorded(small(method, shops, folder / method / "calm", *settings(method)), finish=test_once)
+            calm = run_recorded(
+                small(method, shops, folder / method / "calm", *settings(method)), finish=test_once
+            )
             sets = (
                 *settings(method),
                 "resources.placement=STRICT_SPREAD",
@@ -299,18 +356,23 @@ def spread(methods: Sequence[str], shops: Path, folder: Path, tell: Callable[[st
                 "resources.device=cpu",
             )
             done = run_recorded(
-                small(method, shops, folder / method / "spread", *sets, backend="ray"), finish=test_once
+                small(method, shops, folder / method / "spread", *sets, backend="ray"),
+                finish=test_once,
             )
             placed = done.result["placement"]
             tell(f"{method}")
             for name, row in placed.items():
                 tell(
-                    f"  {name:<7} machine {row['ray_node'][:12]}  pid {row['pid']}  GPU {', '.join(row['gpu_ids']) or '–'}"
+                    f"  {name:<7} machine {row['ray_node'][:12]}  pid {row['pid']}  GPU "
+                    f"{', '.join(row['gpu_ids']) or '–'}"
                 )
             apart = len({row["ray_node"] for row in placed.values()}) == len(placed) >= len(DOMAINS)
             gpus = all(len(placed[name]["gpu_ids"]) == 1 for name in DOMAINS)
             same = numbers(done.result) == numbers(calm.result)
-            tell(f"  one machine each: {apart}   one GPU each: {gpus}   numbers of a run in one process: {same}")
+            tell(
+                f"  one machine each: {apart}   one GPU each: {gpus}   numbers of a run in "
+                f"one process: {same}"
+            )
             sound &= apart and gpus and same
     finally:
         machines.close()
@@ -318,13 +380,19 @@ def spread(methods: Sequence[str], shops: Path, folder: Path, tell: Callable[[st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--methods", default=",".join(FEDERATED))
     parser.add_argument("--moments", default="first,middle,last")
     parser.add_argument("--each", type=int, help="so many cases of every kind of fault per method")
-    parser.add_argument("--data", type=Path, help="prepared data with the domains books, films and games")
+    parser.add_argument(
+        "--data", type=Path, help="prepared data with the domains books, films and games"
+    )
     parser.add_argument("--out", type=Path, help="a JSON file for the outcomes")
-    parser.add_argument("--limit", type=int, default=LIMIT, help="seconds after which a case counts as a hang")
+    parser.add_argument(
+        "--limit", type=int, default=LIMIT, help="seconds after which a case counts as a hang"
+    )
     parser.add_argument("--spread", action="store_true")
     parser.add_argument("--drive", nargs=2, help=argparse.SUPPRESS)
     told = parser.parse_args()

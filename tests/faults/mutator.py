@@ -1,4 +1,6 @@
-"""Malformed inputs from good ones: bits, bytes, lengths, tokens that parsers trip over, values of other types and sizes."""
+"""Malformed inputs from good ones: bits, bytes, lengths, tokens that parsers trip over, values of
+other types and sizes.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ NODES = ("server", "books", "films", "games")
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 400 KiB: room for the run's directory and a few commits of its 100 KB of state."""
+    """A file system of 400 KiB: room for the run's directory and a few commits of its 100 KB of
+    state.
+    """
     disk = tmp_path / "disk"
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(disk)]
@@ -46,7 +48,11 @@ def test_a_full_disk_stops_the_run_in_one_sentence_and_loses_no_commit(
 ) -> None:
     straight = run_recorded(config(shops, tmp_path / "straight"))
     started: list[Path] = []
-    with pytest.raises(CrossfedError, match=r"cannot be (written|committed|made).*(No space|os error 28)"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"cannot be (written|committed|made).*(No space|os "
+        r"error 28)",
+    ):
         run_recorded(config(shops, small_disk), started=started.append)
     run_dir = started[0]
     kept = Checkpoints(run_dir, NODES)
@@ -55,7 +61,10 @@ def test_a_full_disk_stops_the_run_in_one_sentence_and_loses_no_commit(
     assert all(kept.check(commit) for commit in kept.committed())
 
     with pytest.raises(CrossfedError, match="cannot be"):
-        run_recorded(stored_config(run_dir), resume=run_dir)  # still full: the same sentence, and still nothing is lost
+        # still full: the same sentence, and still nothing is lost
+        run_recorded(stored_config(run_dir), resume=run_dir)
     assert kept.latest() is not None
     subprocess.run(["mount", "-o", "remount,size=16m", str(small_disk)], check=True)
-    assert numbers(run_recorded(stored_config(run_dir), resume=run_dir).result) == numbers(straight.result)
+    assert numbers(run_recorded(stored_config(run_dir), resume=run_dir).result) == numbers(
+        straight.result
+    )

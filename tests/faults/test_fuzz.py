@@ -14,7 +14,9 @@ def _attack(inputs: int, tmp_path: Path) -> None:
     failures = [failure for tally in found.values() for failure in tally.failures]
     assert not failures, "\n".join(failures[:5]) + "\n" + fuzz.report(found)
     assert sum(tally.accepted + tally.refused for tally in found.values()) >= inputs * 0.95
-    assert all(tally.refused for name, tally in found.items() if name != "artifacts"), fuzz.report(found)
+    assert all(tally.refused for name, tally in found.items() if name != "artifacts"), fuzz.report(
+        found
+    )
     assert all(tally.accepted for tally in found.values()), fuzz.report(found)
 
 

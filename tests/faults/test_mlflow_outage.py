@@ -1,4 +1,6 @@
-"""An MLflow server that goes away in the middle of a run: everything is recorded at the end, once each."""
+"""An MLflow server that goes away in the middle of a run: everything is recorded at the end, once
+each.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ ROUNDS = 12
 
 
 class Server:
-    """`mlflow server` on the loopback, as README and cluster.yaml start it, with its store and files in a folder."""
+    """`mlflow server` on the loopback, as README and cluster.yaml start it, with its store and
+    files in a folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as probe:
@@ -70,7 +74,9 @@ class Server:
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         }
         with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True, env=env)
+            self.process = subprocess.Popen(
+                self.command, stdout=log, stderr=log, start_new_session=True, env=env
+            )
         until = time.monotonic() + 240
         while time.monotonic() < until:
             try:
@@ -115,7 +121,9 @@ class Done:
         return (self.result.run_dir / RUN_ID).read_text().strip()
 
 
-def run(shops: Path, out: Path, server: Server, at: dict[int, Callable[[], None]] | None = None) -> Done:
+def run(
+    shops: Path, out: Path, server: Server, at: dict[int, Callable[[], None]] | None = None
+) -> Done:
     """A federation of `ROUNDS` rounds, in process; after a round, what `at` names is done."""
     config = build(
         "fedcrf",
@@ -139,7 +147,10 @@ def run(shops: Path, out: Path, server: Server, at: dict[int, Callable[[], None]
 
 def expected(done: Done) -> dict[str, list[tuple[int, float]]]:
     """Every metric's history, from the run's own files."""
-    rows = [json.loads(line) for line in (done.result.run_dir / "history.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (done.result.run_dir / "history.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == ROUNDS
     found: dict[str, list[tuple[int, float]]] = {}
     result, stages = done.result.result, list(dict.fromkeys(row["stage"] for row in rows))
@@ -160,10 +171,15 @@ def files(client: MlflowClient, run_id: str, folder: str | None = None) -> set[s
     return found
 
 
-def recorded(client: MlflowClient, run_id: str) -> tuple[dict[str, list[tuple[int, float]]], dict[str, Any]]:
+def recorded(
+    client: MlflowClient, run_id: str
+) -> tuple[dict[str, list[tuple[int, float]]], dict[str, Any]]:
     """Every metric's history in the store, and everything else that it holds of a run."""
     run = client.get_run(run_id)
-    held = {key: [(m.step, m.value) for m in client.get_metric_history(run_id, key)] for key in run.data.metrics}
+    held = {
+        key: [(m.step, m.value) for m in client.get_metric_history(run_id, key)]
+        for key in run.data.metrics
+    }
     passing = ("mlflow.runName", "mlflow.note.content", "mlflow.crossfed.runKey")
     models = sorted(client.get_logged_model(out.model_id).name for out in run.outputs.model_outputs)
     other = {
@@ -185,7 +201,9 @@ def check(client: MlflowClient, done: Done, calm: Done) -> None:
     assert wanted.keys() == {key for key in held if not key.startswith("system/")}
     assert {key: held[key] for key in wanted} == wanted
     system = [key for key in held if key.startswith("system/")]
-    assert system and all([step for step, _ in held[key]] == list(range(1, ROUNDS + 1)) for key in system)
+    assert system and all(
+        [step for step, _ in held[key]] == list(range(1, ROUNDS + 1)) for key in system
+    )
     calm_held, calm_other = recorded(client, calm.run_id)
     assert other == calm_other and held.keys() == calm_held.keys()
     assert other["status"] == "FINISHED" and len(other["models"]) == 3 and other["described"]
@@ -201,18 +219,29 @@ def calm(server: Server, shops: Path, tmp_path_factory: pytest.TempPathFactory) 
     return done
 
 
-def test_a_server_away_for_the_middle_third(server: Server, calm: Done, shops: Path, tmp_path: Path) -> None:
+def test_a_server_away_for_the_middle_third(
+    server: Server, calm: Done, shops: Path, tmp_path: Path
+) -> None:
     done = run(shops, tmp_path, server, {ROUNDS // 3: server.stop, 2 * ROUNDS // 3: server.start})
     check(MlflowClient(server.uri), done, calm)
     assert done.told.count("is out of reach") == 1 and "connection refused" in done.told
     assert f"recorded in {server.uri}" in done.told and "wait in" not in done.told
-    print(f"calm {calm.seconds:.1f} s, with the outage {done.seconds:.1f} s, stop and start {done.waited}")
+    print(
+        f"calm {calm.seconds:.1f} s, with the outage {done.seconds:.1f} s, stop and start "
+        f"{done.waited}"
+    )
     assert done.seconds < 1.5 * calm.seconds + 10
 
 
-def test_a_server_that_hangs_for_the_middle_third(server: Server, calm: Done, shops: Path, tmp_path: Path) -> None:
-    """Stopped as a process: it holds the connection, and answers what it was sent once it goes on."""
-    at = {ROUNDS // 3: lambda: server.signal(signal.SIGSTOP), 2 * ROUNDS // 3: lambda: server.signal(signal.SIGCONT)}
+def test_a_server_that_hangs_for_the_middle_third(
+    server: Server, calm: Done, shops: Path, tmp_path: Path
+) -> None:
+    """Stopped as a process: it holds the connection, and answers what it was sent once it goes on.
+    """
+    at = {
+        ROUNDS // 3: lambda: server.signal(signal.SIGSTOP),
+        2 * ROUNDS // 3: lambda: server.signal(signal.SIGCONT),
+    }
     done = run(shops, tmp_path, server, at)
     check(MlflowClient(server.uri), done, calm)
     assert done.told.count("is out of reach") == 1 and "no answer in time" in done.told
@@ -220,17 +249,33 @@ def test_a_server_that_hangs_for_the_middle_third(server: Server, calm: Done, sh
     assert done.seconds < 1.5 * calm.seconds + 45
 
 
-def test_a_server_still_away_at_the_end(server: Server, calm: Done, shops: Path, tmp_path: Path) -> None:
+def test_a_server_still_away_at_the_end(
+    server: Server, calm: Done, shops: Path, tmp_path: Path
+) -> None:
     done = run(shops, tmp_path, server, {ROUNDS // 3: server.stop})
     assert "entries wait in" in done.told and (done.result.run_dir / SPOOL).is_file()
     assert done.seconds < 1.5 * calm.seconds + 10
 
-    command = [sys.executable, "-m", "crossfed.platform.cli.main", "replay", str(done.result.run_dir)]
+    command = [
+        sys.executable,
+        "-m",
+        "crossfed.platform.cli.main",
+        "replay",
+        str(done.result.run_dir),
+    ]
     away = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert away.returncode == 2 and "connection refused" in away.stderr and "0 entries sent" in away.stdout
+    assert (
+        away.returncode == 2
+        and "connection refused" in away.stderr
+        and "0 entries sent" in away.stdout
+    )
     server.start()
     sent = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert sent.returncode == 0 and "0 left, 0 refused" in sent.stdout and not sent.stdout.startswith("0 "), sent.stderr
+    assert (
+        sent.returncode == 0
+        and "0 left, 0 refused" in sent.stdout
+        and not sent.stdout.startswith("0 ")
+    ), sent.stderr
     client = MlflowClient(server.uri)
     check(client, done, calm)
     before = recorded(client, done.run_id)

@@ -1,4 +1,6 @@
-"""A real S3-compatible server (moto's): a run is killed here and goes on there, to the numbers of an undisturbed one."""
+"""A real S3-compatible server (moto's): a run is killed here and goes on there, to the numbers of
+an undisturbed one.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     fs.S3FileSystem(
-        endpoint_override=f"{host}:{port}", scheme="http", region="us-east-1", allow_bucket_creation=True
+        endpoint_override=f"{host}:{port}",
+        scheme="http",
+        region="us-east-1",
+        allow_bucket_creation=True,
     ).create_dir("lab")
     yield "s3://lab/runs"
     server.stop()
@@ -79,20 +84,30 @@ def test_a_run_killed_here_goes_on_there(bucket: str, shops: Path, tmp_path: Pat
     assert result["domains"] == straight["domains"]
 
     store, base = (
-        fs.S3FileSystem(endpoint_override=os.environ["AWS_ENDPOINT_URL"].split("//")[1], scheme="http"),
+        fs.S3FileSystem(
+            endpoint_override=os.environ["AWS_ENDPOINT_URL"].split("//")[1], scheme="http"
+        ),
         "lab/runs/",
     )
     with store.open_input_stream(f"{base}{run_dir.name}/result.json") as file:
         assert json.loads(file.read())["domains"] == straight["domains"]
     for folder in (here, there):
         for path in folder.rglob("*"):
-            assert path.is_dir() or SECRET.encode() not in path.read_bytes(), f"{path} holds a credential"
+            assert path.is_dir() or SECRET.encode() not in path.read_bytes(), (
+                f"{path} holds a credential"
+            )
     assert SECRET not in said + resumed.stdout + resumed.stderr
 
 
 @pytest.mark.slow
-def test_a_bucket_that_is_not_there_is_one_sentence(bucket: str, shops: Path, tmp_path: Path) -> None:
+def test_a_bucket_that_is_not_there_is_one_sentence(
+    bucket: str, shops: Path, tmp_path: Path
+) -> None:
     args = ["lightgcn", "--data", shops, "--backend", "inprocess", "--progress", "quiet"]
     done = crossfed("run", *args, "--set", "mirror=s3://elsewhere/runs", "--out", tmp_path)
-    assert done.returncode == 2 and "Traceback" not in done.stderr and len(done.stderr.splitlines()) == 1
+    assert (
+        done.returncode == 2
+        and "Traceback" not in done.stderr
+        and len(done.stderr.splitlines()) == 1
+    )
     assert "s3://elsewhere/runs/" in done.stderr and "cannot be reached or used" in done.stderr

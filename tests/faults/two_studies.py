@@ -1,9 +1,11 @@
-"""Two studies of two trials at once each on one cluster, at the same time, and a machine that is taken away under both.
+"""Two studies of two trials at once each on one cluster, at the same time, and a machine that is
+taken away under both.
 
     python tests/faults/two_studies.py               four machines, one of them to spare
     python tests/faults/two_studies.py --replaced    three machines, all of them full; another one takes the lost one's place
 
-The trials are held in their third round (`toy_faults.HELD`) until all four have got there and the machine is gone.
+The trials are held in their third round (`toy_faults.HELD`) until all four have got there and the
+machine is gone.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parents[1] / "support"))  # the tests' own modules, when this file is run as a script
+# the tests' own modules, when this file is run as a script
+sys.path.insert(0, str(HERE.parents[1] / "support"))
 # Ray's machines inherit this environment: their workers must find the toy methods
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(HERE.parents[1] / "support"), os.environ.get("PYTHONPATH")])
@@ -37,11 +40,15 @@ from faults.matrix import DOMAINS, Machines, make_shops, numbers, say  # noqa: E
 STUDIES = ("east", "west")
 TRIALS, ROUNDS, CPUS = 4, 6, 4
 PATIENCE = 900
-"""Seconds that four trials may take to be in their third round, on a computer that does other things as well."""
+"""Seconds that four trials may take to be in their third round, on a computer that does other
+things as well.
+"""
 
 
 class Rack(Machines):
-    """Machines with room for four actors each: three hold the two studies' four trials of three actors."""
+    """Machines with room for four actors each: three hold the two studies' four trials of three
+    actors.
+    """
 
     def add(self) -> None:
         self.cluster.add_node(num_cpus=CPUS, wait=False)
@@ -75,7 +82,9 @@ def command(name: str, data: Path, out: Path, address: str, marker: Path) -> lis
 
 
 def held(folder: Path) -> list[Path]:
-    """The run directories of a study's trials that have two rounds behind them and are not finished."""
+    """The run directories of a study's trials that have two rounds behind them and are not
+    finished.
+    """
     return [
         path.parent
         for path in sorted(folder.glob("trial-*/history.jsonl"))
@@ -91,13 +100,19 @@ def living() -> list[dict[str, Any]]:
 
 
 def victim(runs: Iterable[Path]) -> tuple[str, list[str], int]:
-    """The machine with the most trials' own processes: its id, whose nodes are on it, and how many such processes."""
-    trials = Counter(row["Address"]["NodeID"] for row in living() if "Trainable" in row["ActorClassName"])
+    """The machine with the most trials' own processes: its id, whose nodes are on it, and how many
+    such processes.
+    """
+    trials = Counter(
+        row["Address"]["NodeID"] for row in living() if "Trainable" in row["ActorClassName"]
+    )
     nodes: dict[str, list[str]] = {}
     for run in runs:
         for name, row in read_json(run / "placement.json").items():
             nodes.setdefault(row["ray_node"], []).append(f"{run.parent.name}/{run.name}/{name}")
-    chosen = max(nodes, key=lambda node: (len({text.split("/")[0] for text in nodes[node]}), trials[node]))
+    chosen = max(
+        nodes, key=lambda node: (len({text.split("/")[0] for text in nodes[node]}), trials[node])
+    )
     return chosen, nodes[chosen], trials[chosen]
 
 
@@ -108,7 +123,9 @@ def problems(folder: Path, alone: Path) -> Iterator[str]:
     loaded = optuna.load_study(study_name=folder.name, storage=f"sqlite:///{folder / 'optuna.db'}")
     found = [(trial.number, trial.state.name) for trial in loaded.trials]
     if found != [(number, "COMPLETE") for number in range(TRIALS)]:
-        yield f"its trials are {found}, {[trial.user_attrs.get('reason') for trial in loaded.trials]}"
+        yield (
+            f"its trials are {found}, {[trial.user_attrs.get('reason') for trial in loaded.trials]}"
+        )
         return
     runs = sorted(path.parent for path in folder.glob("*/config.yaml"))
     names = [f"trial-{number:04d}" for number in range(TRIALS)]
@@ -116,12 +133,17 @@ def problems(folder: Path, alone: Path) -> Iterator[str]:
         yield f"its runs are {[run.name for run in runs]}"
     for run in runs:
         result, config = read_json(run / "result.json"), stored_config(run)
-        calm = run_recorded(_calm(config, alone / folder.name), finish=test_once, name=run.name).result
+        calm = run_recorded(
+            _calm(config, alone / folder.name), finish=test_once, name=run.name
+        ).result
         if run.name.startswith("trial"):  # the test split is not read in trials
             for row in calm["domains"].values():
                 row.pop("test"), row.pop("test_users")
             value = loaded.trials[int(run.name[-4:])].value
-            wanted = sum(row["validation"][config.evaluation.select] for row in calm["domains"].values()) / 2
+            wanted = (
+                sum(row["validation"][config.evaluation.select] for row in calm["domains"].values())
+                / 2
+            )
             if value != wanted:
                 yield f"{run.name} has the value {value}, an undisturbed one {wanted}"
         if numbers(result) != numbers(calm):
@@ -149,7 +171,9 @@ def recorded(out: Path) -> Iterator[str]:
     experiment = client.get_experiment_by_name("crossfed")
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
-    names = Counter((run.data.tags["study"], run.info.run_name.split()[0], run.info.status) for run in runs)
+    names = Counter(
+        (run.data.tags["study"], run.info.run_name.split()[0], run.info.status) for run in runs
+    )
     each = ["final-seed-0", *(f"trial-{number:04d}" for number in range(TRIALS))]
     wanted = Counter((study, name, "FINISHED") for study in STUDIES for name in [study, *each])
     if names != wanted:
@@ -158,7 +182,9 @@ def recorded(out: Path) -> Iterator[str]:
         if run.data.tags["role"] != "study":
             for key in run.data.metrics:
                 steps = [metric.step for metric in client.get_metric_history(run.info.run_id, key)]
-                if not key.rpartition("/")[2].startswith("test_") and steps != list(range(1, ROUNDS + 1)):
+                if not key.rpartition("/")[2].startswith("test_") and steps != list(
+                    range(1, ROUNDS + 1)
+                ):
                     yield f"MLflow holds {key} of {run.info.run_name} at steps {steps}"
 
 
@@ -168,7 +194,11 @@ def left_over(seconds: float = 60) -> list[str]:
 
     until = time.monotonic() + seconds
     while True:
-        groups = [row["state"] for row in ray.util.placement_group_table().values() if row["state"] != "REMOVED"]
+        groups = [
+            row["state"]
+            for row in ray.util.placement_group_table().values()
+            if row["state"] != "REMOVED"
+        ]
         found = [f"actor {row['ActorClassName']} {row['State']}" for row in living()]
         found += [f"placement group {name}" for name in groups]
         free, total = ray.available_resources().get("CPU"), ray.cluster_resources().get("CPU")
@@ -194,12 +224,15 @@ def two_studies(folder: Path, replaced: bool) -> list[str]:
             ended = [name for name, process in running.items() if process.poll() is not None]
             if ended or time.monotonic() > began + PATIENCE:
                 return [
-                    f"the trials did not get to their third round: {(folder / f'{n}.log').read_text()}" for n in running
+                    f"the trials did not get to their third round: "
+                    f"{(folder / f'{n}.log').read_text()}"
+                    for n in running
                 ]
             time.sleep(0.5)
         ray_node, nodes, trials = victim(run for name in STUDIES for run in held(out / name))
         say(
-            f"{time.monotonic() - began:.0f} s: the machine goes that has {', '.join(nodes)} and {trials} trials' own processes"
+            f"{time.monotonic() - began:.0f} s: the machine goes that has {', '.join(nodes)} "
+            f"and {trials} trials' own processes"
         )
         rack.lose(ray_node, replaced)
         time.sleep(5)
@@ -207,16 +240,26 @@ def two_studies(folder: Path, replaced: bool) -> list[str]:
         for process in running.values():
             process.wait(max(1.0, began + 2 * PATIENCE - time.monotonic()))
         say(f"{time.monotonic() - began:.0f} s: both ended")
-        wrong = [f"{name} ended with {process.returncode}" for name, process in running.items() if process.returncode]
-        wrong += [f"{name}: {text}" for name in STUDIES for text in problems(out / name, folder / "alone")]
+        wrong = [
+            f"{name} ended with {process.returncode}"
+            for name, process in running.items()
+            if process.returncode
+        ]
+        wrong += [
+            f"{name}: {text}" for name in STUDIES for text in problems(out / name, folder / "alone")
+        ]
         wrong += [*recorded(out), *left_over()]
         restarts = {
-            str(path.parent.relative_to(out)): read_json(path)["restarts"] for path in out.glob("*/*/result.json")
+            str(path.parent.relative_to(out)): read_json(path)["restarts"]
+            for path in out.glob("*/*/result.json")
         }
         say(
-            f"runs that went back to their last commit by themselves: {[run for run, n in restarts.items() if n] or 'none'}"
+            f"runs that went back to their last commit by themselves: "
+            f"{[run for run, n in restarts.items() if n] or 'none'}"
         )
-        wrong += [f"{run} counted {n} losses of one machine" for run, n in restarts.items() if n > 1]
+        wrong += [
+            f"{run} counted {n} losses of one machine" for run, n in restarts.items() if n > 1
+        ]
         for name in STUDIES:
             say(f"--- {name}\n{(folder / f'{name}.log').read_text()}")
         return wrong
@@ -230,10 +273,16 @@ def two_studies(folder: Path, replaced: bool) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replaced", action="store_true", help="a full cluster, and a new machine for the lost one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--replaced", action="store_true", help="a full cluster, and a new machine for the lost one"
+    )
     parser.add_argument("--out", type=Path, help="a JSON file for what is wrong")
-    parser.add_argument("--keep", type=Path, help="a new folder for everything, instead of a temporary one")
+    parser.add_argument(
+        "--keep", type=Path, help="a new folder for everything, instead of a temporary one"
+    )
     told = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="studies-") as temporary:
         folder = told.keep or Path(temporary)
@@ -242,7 +291,9 @@ def main() -> int:
     if told.out:
         told.out.write_text(json.dumps(wrong), encoding="utf-8")
     say(
-        "\n".join(wrong) or "both studies finished with the numbers of undisturbed runs; nothing is left on the cluster"
+        "\n".join(wrong)
+        or "both studies finished with the numbers of undisturbed runs; "
+        "nothing is left on the cluster"
     )
     return 1 if wrong else 0
 

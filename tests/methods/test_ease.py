@@ -42,7 +42,9 @@ def test_eq_4_is_the_gram_matrix_of_interactions_and_text(data, text):
     v = text / np.maximum(np.linalg.norm(text, axis=1, keepdims=True), 1e-12)
     for alpha in (0.0, 7.0):
         stacked = np.vstack([x, np.sqrt(alpha) * v.T])
-        np.testing.assert_allclose(gram(data, text, Config(text=alpha)), stacked.T @ stacked, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            gram(data, text, Config(text=alpha)), stacked.T @ stacked, rtol=1e-5, atol=1e-5
+        )
 
 
 def test_eq_3_is_the_inverse_divided_by_its_diagonal(data, text):
@@ -72,14 +74,18 @@ def test_eq_1_scores_a_history_by_the_weights(data, text):
     stage.each[0].step(state, {}, context(data, text))
     b = weights(gram(data, text, config), 5.0).numpy()
     users = np.array([49, 0])
-    np.testing.assert_allclose(METHOD.score(state, users), dense(data)[users] @ b, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        METHOD.score(state, users), dense(data)[users] @ b, rtol=1e-4, atol=1e-6
+    )
 
 
 def test_beyond_its_memory_it_refuses_in_words(data, text):
     assert needed_gb(370_000) == pytest.approx(3 * 4 * 370_000**2 / 1e9)
     check_memory("shop", 25_000, 8.0)
     with pytest.raises(
-        CrossfedError, match=r"Domain shop: EASE over 370,000 items holds 3 dense .* 1,642\.8 GB.* allows 8;"
+        CrossfedError,
+        match=r"Domain shop: EASE over 370,000 items holds 3 dense .* 1,642\.8 "
+        r"GB.* allows 8;",
     ):
         check_memory("shop", 370_000, 8.0)
     with pytest.raises(CrossfedError, match="over 12 items"):
@@ -88,4 +94,6 @@ def test_beyond_its_memory_it_refuses_in_words(data, text):
 
 def test_it_is_local_of_one_round_and_draws_nothing():
     (stage,) = METHOD.stages(Config())
-    assert METHOD.scope == Scope.LOCAL and METHOD.deterministic and stage.rounds == 1 and stage.local
+    assert (
+        METHOD.scope == Scope.LOCAL and METHOD.deterministic and stage.rounds == 1 and stage.local
+    )

@@ -1,6 +1,8 @@
-"""FedCGR: every equation by hand or by a slow version, what reduces to FedAvg, what stays private, the ablations, the sizes.
+"""FedCGR: every equation by hand or by a slow version, what reduces to FedAvg, what stays private,
+the ablations, the sizes.
 
-Eq. (3), Eq. (9), Eq. (13) and Eq. (21) to Eq. (23) are tested by themselves in `parts/test_generative.py`.
+Eq. (3), Eq. (9), Eq. (13) and Eq. (21) to Eq. (23) are tested by themselves in
+`parts/test_generative.py`.
 """
 
 import copy
@@ -64,11 +66,17 @@ def shop(n_users: int, n_items: int) -> Interactions:
     """Users with 7 items each, in time order; early items are more frequent."""
     rng = np.random.default_rng(n_users)
     p = 1 / np.arange(1, n_items + 1)
-    items = np.concatenate([rng.choice(n_items, 7, replace=False, p=p / p.sum()) for _ in range(n_users)])
-    return Interactions.build(n_users, n_items, np.repeat(np.arange(n_users), 7), items, np.arange(len(items)))
+    items = np.concatenate(
+        [rng.choice(n_items, 7, replace=False, p=p / p.sum()) for _ in range(n_users)]
+    )
+    return Interactions.build(
+        n_users, n_items, np.repeat(np.arange(n_users), 7), items, np.arange(len(items))
+    )
 
 
-def context(node: str, data: Interactions | None, stage: str = "federated", round: int = 1, names=NAMES) -> Context:
+def context(
+    node: str, data: Interactions | None, stage: str = "federated", round: int = 1, names=NAMES
+) -> Context:
     rng, torch_rng = generators(0, stage, round, node)
     torch.manual_seed(round)
     peers = tuple(name for name in names if name != node)
@@ -78,7 +86,8 @@ def context(node: str, data: Interactions | None, stage: str = "federated", roun
 
 
 class Federation:
-    """Domains and a server after the local stage and the opening phases; `round()` runs one round."""
+    """Domains and a server after the local stage and the opening phases; `round()` runs one round.
+    """
 
     def __init__(self, names=NAMES, **sets: object) -> None:
         self.names = names
@@ -101,7 +110,9 @@ class Federation:
         mail, messages = {}, []
         for phase in phases:
             for name in ["server"] if phase.at == "server" else self.names:
-                out = phase.step(self.states[name], mail.pop(name, {}), self.context(name, "federated", number))
+                out = phase.step(
+                    self.states[name], mail.pop(name, {}), self.context(name, "federated", number)
+                )
                 for receiver, payload in out.send.items():
                     mail.setdefault(receiver, {})[name] = payload
                     messages.append((name, receiver, payload, out.metrics))
@@ -114,11 +125,13 @@ class Federation:
         return self.states[name]
 
 
-# -- the interface -----------------------------------------------------------------------------------------------
+# -- the interface ---------------------------------------------------------------------------------
 
 
 def test_eq_5_the_cf_embeddings_are_sasrecs_items_and_stay_as_they_are():
-    """Eq. (5): after stage "cf" the table is SASRec's, and neither a round nor SASRec's training moves it."""
+    """Eq. (5): after stage "cf" the table is SASRec's, and neither a round nor SASRec's training
+    moves it.
+    """
     run = Federation()
     state = run.domain("books")
     assert state.cf.shape == (14, 8) and not state.cf.requires_grad
@@ -133,7 +146,9 @@ def test_eq_5_the_cf_embeddings_are_sasrecs_items_and_stay_as_they_are():
 
 
 def test_eq_6_the_adapter_normalises_a_linear_map():
-    """Eq. (6): (We + b - mean) / deviation, row by row; in training a tenth of the entries is dropped."""
+    """Eq. (6): (We + b - mean) / deviation, row by row; in training a tenth of the entries is
+    dropped.
+    """
     adapter, e = Adapter(5, 64, 0.1), torch.randn(7, 5)
     adapter.eval()
     z = e @ adapter.linear.weight.T + adapter.linear.bias
@@ -144,15 +159,21 @@ def test_eq_6_the_adapter_normalises_a_linear_map():
 
 
 def test_eq_7_reliability_by_hand():
-    """Eq. (7): with counts 0, 1, 3, 7 the logarithms to base 2 of 1 + n are 0, 1, 2, 3, and the largest is 3."""
+    """Eq. (7): with counts 0, 1, 3, 7 the logarithms to base 2 of 1 + n are 0, 1, 2, 3, and the
+    largest is 3.
+    """
     counts = np.array([0, 1, 3, 7])
     np.testing.assert_allclose(reliability(counts, 1e-8), [0, 1 / 3, 2 / 3, 1], rtol=1e-6)
-    np.testing.assert_allclose(reliability(counts, math.log(2)), [0, 1 / 4, 2 / 4, 3 / 4], rtol=1e-6)
+    np.testing.assert_allclose(
+        reliability(counts, math.log(2)), [0, 1 / 4, 2 / 4, 3 / 4], rtol=1e-6
+    )
     assert np.isfinite(reliability(np.zeros(3, np.int64), 1e-8)).all()
 
 
 def test_eq_8_the_residual_grows_with_reliability_and_gate():
-    """Eq. (8): an item's input moves by ρ g A(e); what never occurs in training gets nothing, whatever the gate."""
+    """Eq. (8): an item's input moves by ρ g A(e); what never occurs in training gets nothing,
+    whatever the gate.
+    """
     adapted, rho = torch.randn(1, 3, 4), torch.tensor([[0.0, 0.5, 1.0]])
     found = cf_residual(adapted, rho, torch.tensor(0.8))
     for t in range(3):
@@ -160,7 +181,9 @@ def test_eq_8_the_residual_grows_with_reliability_and_gate():
 
 
 def test_eq_8_is_what_the_encoder_reads():
-    """Eq. (8) and Eq. (9) in the state: without the residual the same network reads less by exactly ρ g A(e)."""
+    """Eq. (8) and Eq. (9) in the state: without the residual the same network reads less by exactly
+    ρ g A(e).
+    """
     state = Federation().domain("books")
     items = torch.tensor([[0, 9, 3]])
     with torch.no_grad():
@@ -177,17 +200,28 @@ def test_eq_8_is_what_the_encoder_reads():
 
 def test_eq_10_and_eq_11_have_length_one():
     """Eq. (10) and Eq. (11): (3, 4) becomes (0.6, 0.8)."""
-    torch.testing.assert_close(unit(torch.tensor([[3.0, 4.0], [0.0, -2.0]])), torch.tensor([[0.6, 0.8], [0.0, -1.0]]))
+    torch.testing.assert_close(
+        unit(torch.tensor([[3.0, 4.0], [0.0, -2.0]])), torch.tensor([[0.6, 0.8], [0.0, -1.0]])
+    )
 
 
 def test_eq_12_by_a_loop():
-    """Eq. (12), one instance and one denominator after the other; the gradient stops at the targets."""
-    predicted, target = unit(torch.randn(5, 4)).requires_grad_(), unit(torch.randn(5, 4)).requires_grad_()
+    """Eq. (12), one instance and one denominator after the other; the gradient stops at the
+    targets.
+    """
+    predicted, target = (
+        unit(torch.randn(5, 4)).requires_grad_(),
+        unit(torch.randn(5, 4)).requires_grad_(),
+    )
     rho = torch.rand(5)
     expected = 0.0
     for n in range(5):
         mass = sum(math.exp(float((predicted[n] @ target[m]).detach()) / 0.3) for m in range(5))
-        expected -= float(rho[n]) * math.log(math.exp(float((predicted[n] @ target[n]).detach()) / 0.3) / mass) / 5
+        expected -= (
+            float(rho[n])
+            * math.log(math.exp(float((predicted[n] @ target[n]).detach()) / 0.3) / mass)
+            / 5
+        )
     loss = dense_loss(predicted, target, rho, 0.3)
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
     loss.backward()
@@ -195,7 +229,9 @@ def test_eq_12_by_a_loop():
 
 
 def test_the_dense_head_predicts_the_targets_cf_embedding_weighted_by_its_reliability():
-    """Eq. (10) to Eq. (12) in the state: pooled items through the head, against e^cf and ρ of the target."""
+    """Eq. (10) to Eq. (12) in the state: pooled items through the head, against e^cf and ρ of the
+    target.
+    """
     state = Federation().domain("books")
     memory = state.encode(state.known, np.array([0, 7, 15]), np.array([2, 6, 4]))
     target = torch.tensor([3, 0, 8])
@@ -206,11 +242,13 @@ def test_the_dense_head_predicts_the_targets_cf_embedding_weighted_by_its_reliab
     assert [type(layer) for layer in state.net.local.dense] == [nn.Linear, nn.GELU, nn.Linear]
 
 
-# -- experts -----------------------------------------------------------------------------------------------------
+# -- experts ---------------------------------------------------------------------------------------
 
 
 def test_eq_13_and_eq_14_add_then_normalise():
-    """Eq. (13) and Eq. (14): LayerNorm(H + Attn(H)), then LayerNorm(H' + MoE(H')), by the layer's own parts."""
+    """Eq. (13) and Eq. (14): LayerNorm(H + Attn(H)), then LayerNorm(H' + MoE(H')), by the layer's
+    own parts.
+    """
     net = Federation().domain("books").net.eval()
     layer, x = net.encoder[0], torch.randn(2, 4, 8)
     real = torch.ones(2, 4, dtype=torch.bool)
@@ -221,7 +259,9 @@ def test_eq_13_and_eq_14_add_then_normalise():
 
 
 def test_eq_15_by_a_loop_over_positions():
-    """Eq. (15): of three experts the two most probable, weights p_a / (p_a + p_b) and p_b / (p_a + p_b)."""
+    """Eq. (15): of three experts the two most probable, weights p_a / (p_a + p_b) and p_b / (p_a +
+    p_b).
+    """
     x, logits = torch.randn(9, 4), torch.randn(9, 3)
     experts = [nn.Linear(4, 4) for _ in range(3)]
     p, chosen, weights = route(logits, 2)
@@ -235,7 +275,9 @@ def test_eq_15_by_a_loop_over_positions():
 
 
 def test_eq_15_goes_over_shared_and_private_experts():
-    """A private router row far above the others sends every position to the private expert; far below, none."""
+    """A private router row far above the others sends every position to the private expert; far
+    below, none.
+    """
     state = Federation(top_k=1).domain("books")
     own, x = state.net.local.experts[0], torch.rand(6, 8) + 0.1
     with torch.no_grad():
@@ -244,13 +286,15 @@ def test_eq_15_goes_over_shared_and_private_experts():
         own.router.fill_(-100.0)
         shared = state.net.encoder[0].feed
         best = (x @ shared.router.T).argmax(1)
-        expected = torch.stack([shared.experts[e](row) for e, row in zip(best.tolist(), x, strict=True)])
+        expected = torch.stack(
+            [shared.experts[e](row) for e, row in zip(best.tolist(), x, strict=True)]
+        )
         torch.testing.assert_close(state.net.feed(0, x), expected)
 
 
 def test_eq_16_by_hand():
-    """Eq. (16): 3 experts, 4 positions with two choices each. f = (4, 3, 1) / 8, p = (0.5, 0.3, 0.2):
-    3 · (0.5 · 0.5 + 0.375 · 0.3 + 0.125 · 0.2) = 1.1625. Evenly used experts give 1."""
+    """Eq. (16): 3 experts, 4 positions with two choices each. f = (4, 3, 1) / 8, p = (0.5, 0.3,
+    0.2): 3 · (0.5 · 0.5 + 0.375 · 0.3 + 0.125 · 0.2) = 1.1625. Evenly used experts give 1."""
     chosen = torch.tensor([[0, 1], [0, 1], [1, 0], [0, 2]])
     p = torch.tensor([0.5, 0.3, 0.2]).expand(4, 3)
     assert float(load_balance(p, chosen)) == pytest.approx(1.1625)
@@ -265,11 +309,13 @@ def test_padding_is_not_routed():
     assert len(p) == len(chosen) == 2 + 7, "two leads, seven items"
 
 
-# -- prototypes and the server -----------------------------------------------------------------------------------
+# -- prototypes and the server ---------------------------------------------------------------------
 
 
 def test_eq_17_is_a_mean_over_users_without_gradient():
-    """Eq. (17): the mean over S_i of the mean over item positions 1 … T; the domain token is left out."""
+    """Eq. (17): the mean over S_i of the mean over item positions 1 … T; the domain token is left
+    out.
+    """
     state = Federation().domain("books")
     memory = state.encode(state.known, np.array([0, 7]), np.array([3, 2]))
     found = mean_memory(memory.pooled())
@@ -279,7 +325,9 @@ def test_eq_17_is_a_mean_over_users_without_gradient():
 
 
 def test_eq_18_by_hand():
-    """Eq. (18): 0.9 · (1, 0) + 0.1 · (0, 5) = (0.9, 0.5), of length √1.06; from zero it is the mean's direction."""
+    """Eq. (18): 0.9 · (1, 0) + 0.1 · (0, 5) = (0.9, 0.5), of length √1.06; from zero it is the
+    mean's direction.
+    """
     found = moving_prototype(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 5.0]), 0.9)
     torch.testing.assert_close(found, torch.tensor([0.9, 0.5]) / math.sqrt(1.06))
     torch.testing.assert_close(
@@ -288,7 +336,9 @@ def test_eq_18_by_hand():
 
 
 def test_the_prototype_that_leaves_is_that_of_the_trained_network():
-    """Eq. (17) and Eq. (18) in a round: all users' histories through what the domain trained, mixed with the former one."""
+    """Eq. (17) and Eq. (18) in a round: all users' histories through what the domain trained, mixed
+    with the former one.
+    """
     run = Federation()
     run.round(1)
     former = run.domain("films").prototype.clone()
@@ -298,20 +348,24 @@ def test_the_prototype_that_leaves_is_that_of_the_trained_network():
     count = np.full(30, 6)
     mean = state.net.eval() and state.encode(data, data.indptr[1:] - count, count).pooled().mean(0)
     expected = F.normalize(0.9 * former + 0.1 * mean.detach(), dim=0)
-    np.testing.assert_allclose(out.send["server"][PROTOTYPE], expected.numpy(), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        out.send["server"][PROTOTYPE], expected.numpy(), rtol=1e-4, atol=1e-6
+    )
     assert np.linalg.norm(out.send["server"][PROTOTYPE]) == pytest.approx(1, abs=1e-6)
 
 
 def test_cosines_do_not_depend_on_length():
-    """(3, 4) and (0, 2) have cosine 4/5, (3, 4) and (-6, -8) have -1; with a prototype of zeros it is 0."""
+    """(3, 4) and (0, 2) have cosine 4/5, (3, 4) and (-6, -8) have -1; with a prototype of zeros it
+    is 0.
+    """
     found = cosines(np.array([[3.0, 4.0], [0.0, 2.0], [-6.0, -8.0], [0.0, 0.0]], np.float32))
     expected = [[1, 0.8, -1, 0], [0.8, 1, -0.8, 0], [-1, -0.8, 1, 0], [0, 0, 0, 0]]
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
 def test_eq_20_by_hand():
-    """Eq. (20): two domains at a right angle, n = (1, 3), τ_a = 1/ln 2: exp(1/τ) = 2, exp(0) = 1. Weights of the first:
-    (1 · 2, 3 · 1) / 5; of the second: (1 · 1, 3 · 2) / 7."""
+    """Eq. (20): two domains at a right angle, n = (1, 3), τ_a = 1/ln 2: exp(1/τ) = 2, exp(0) = 1.
+    Weights of the first: (1 · 2, 3 · 1) / 5; of the second: (1 · 1, 3 · 2) / 7."""
     found = aggregation_weights(np.eye(2, dtype=np.float32), [1, 3], 1 / math.log(2))
     np.testing.assert_allclose(found, [[2 / 5, 3 / 5], [1 / 7, 6 / 7]], rtol=1e-12)
 
@@ -350,7 +404,10 @@ def answer(inbox: dict[str, dict[str, np.ndarray]], tau_a: float) -> Out:
 
 def fedavg(inbox: dict[str, dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """Eq. (1) by the part that FedSASRec and TIGER+FedAvg use."""
-    plain = {name: {key: v for key, v in payload.items() if key != PROTOTYPE} for name, payload in inbox.items()}
+    plain = {
+        name: {key: v for key, v in payload.items() if key != PROTOTYPE}
+        for name, payload in inbox.items()
+    }
     state = Center({"positions": np.zeros((6, 8)), "heads.0.bias": np.zeros(4)})
     out = average(state, plain, replace(context("server", None), peers=tuple(inbox)))
     return dict(out.send["books"])
@@ -364,7 +421,10 @@ def test_eq_1_an_infinite_temperature_is_fedavg_bit_for_bit():
         for name in NAMES:
             assert all(np.array_equal(found[name][key], expected[key]) for key in expected)
         n = np.array([payload[COUNT][0] for payload in inbox.values()])
-        by_hand = sum(w * p["positions"].astype(float) for w, p in zip(n / n.sum(), inbox.values(), strict=True))
+        by_hand = sum(
+            w * p["positions"].astype(float)
+            for w, p in zip(n / n.sum(), inbox.values(), strict=True)
+        )
         np.testing.assert_allclose(expected["positions"], by_hand, rtol=1e-6, atol=1e-7)
 
 
@@ -387,14 +447,20 @@ def test_one_domain_gets_itself():
 
 
 def test_eq_19_every_domain_gets_its_own_average():
-    """Eq. (19): W̄_i = Σ_j ω_ij W_j, tensor by tensor, with the weights of Eq. (20); they are told."""
+    """Eq. (19): W̄_i = Σ_j ω_ij W_j, tensor by tensor, with the weights of Eq. (20); they are told.
+    """
     inbox = uploads()
     out = answer(inbox, 0.1)
-    p, n = np.stack([m[PROTOTYPE] for m in inbox.values()]), [int(m[COUNT][0]) for m in inbox.values()]
+    p, n = (
+        np.stack([m[PROTOTYPE] for m in inbox.values()]),
+        [int(m[COUNT][0]) for m in inbox.values()],
+    )
     weights = aggregation_weights(p, n, 0.1)
     for i, name in enumerate(NAMES):
         for key in ("positions", "heads.0.bias"):
-            expected = sum(weights[i, j] * inbox[other][key].astype(float) for j, other in enumerate(NAMES))
+            expected = sum(
+                weights[i, j] * inbox[other][key].astype(float) for j, other in enumerate(NAMES)
+            )
             np.testing.assert_allclose(out.send[name][key], expected, rtol=1e-5, atol=1e-6)
         for j, other in enumerate(NAMES):
             assert out.metrics[f"weight_{name}_{other}"] == pytest.approx(weights[i, j])
@@ -407,20 +473,26 @@ def test_a_round_ends_with_the_averages_in_place_and_local_parameters_untouched(
     messages = run.round()
     up = {s: p for s, r, p, _ in messages if r == "server"}
     down = {r: p for s, r, p, _ in messages if s == "server"}
-    weights = aggregation_weights(np.stack([up[n][PROTOTYPE] for n in NAMES]), [up[n][COUNT][0] for n in NAMES], 0.5)
+    weights = aggregation_weights(
+        np.stack([up[n][PROTOTYPE] for n in NAMES]), [up[n][COUNT][0] for n in NAMES], 0.5
+    )
     for i, name in enumerate(NAMES):
         held, plain = SHARING.upload(run.domain(name).net), {k: up[name][k] for k in down[name]}
         assert set(held) == set(plain)
         expected = weighted_average([{k: up[n][k] for k in held} for n in NAMES], weights[i])
         assert all(np.array_equal(held[key], expected[key]) for key in held)
-    assert {name: up[name][COUNT].tolist() for name in NAMES} == {n: [n_targets(run.data[n])] for n in NAMES}
+    assert {name: up[name][COUNT].tolist() for name in NAMES} == {
+        n: [n_targets(run.data[n])] for n in NAMES
+    }
     experts = [run.domain(name).net.local.experts[0].expert.inner.weight for name in NAMES]
     assert not torch.equal(experts[0], experts[1])
     assert not torch.equal(run.domain("books").net.lead, run.domain("films").net.lead)
 
 
 def test_infinite_temperature_in_whole_rounds_is_fedavg():
-    """Two rounds with τ_a = ∞: all domains hold the same shared parameters, those of volume weights."""
+    """Two rounds with τ_a = ∞: all domains hold the same shared parameters, those of volume
+    weights.
+    """
     run = Federation(tau_a="inf")
     run.round(1)
     up = {s: p for s, r, p, _ in run.round(2) if r == "server"}
@@ -433,7 +505,10 @@ def test_infinite_temperature_in_whole_rounds_is_fedavg():
 
 
 def test_widths_that_heads_do_not_divide_are_refused():
-    for sets, told in ((["heads=3"], "dim=256 is not a multiple of heads=3"), (["cf_heads=3"], "cf_dim=128 is not")):
+    for sets, told in (
+        (["heads=3"], "dim=256 is not a multiple of heads=3"),
+        (["cf_heads=3"], "cf_dim=128 is not"),
+    ):
         with pytest.raises(CrossfedError, match=told):
             build("fedcgr", sets=sets)
 
@@ -452,11 +527,12 @@ def test_infinity_survives_yaml_json_and_the_command_line():
             Config(tau_a=wrong)
 
 
-# -- the objective -----------------------------------------------------------------------------------------------
+# -- the objective ---------------------------------------------------------------------------------
 
 
 def test_eq_24_by_hand():
-    """Eq. (24): 2 + 0.1 · 3 + 0.01 · 5 + 7 = 9.35; terms that an ablation leaves out count nothing."""
+    """Eq. (24): 2 + 0.1 · 3 + 0.01 · 5 + 7 = 9.35; terms that an ablation leaves out count nothing.
+    """
     terms = {"loss_sid": 2.0, "loss_dense": 3.0, "loss_balance": 5.0, "penalty": 7.0}
     tensors = {name: torch.tensor(value) for name, value in terms.items()}
     assert float(objective(tensors, 0.1, 0.01)) == pytest.approx(9.35)
@@ -464,7 +540,8 @@ def test_eq_24_by_hand():
 
 
 def test_the_proximal_term_holds_shared_parameters_back_and_not_the_local_ones():
-    """μ of Eq. (24): with a large one the uploads hardly move, the private expert and the head do."""
+    """μ of Eq. (24): with a large one the uploads hardly move, the private expert and the head do.
+    """
 
     def moved(mu: float) -> tuple[float, float]:
         run = Federation(("books",), mu=mu, local_epochs=3, clip=1e9)
@@ -475,7 +552,8 @@ def test_the_proximal_term_holds_shared_parameters_back_and_not_the_local_ones()
         assert ("penalty" in told) == (mu > 0)
         far = sum(float(np.square(up[name] - p.numpy()).sum()) for name, p in shared.items())
         return far, sum(
-            float((p.detach() - q).square().sum()) for p, q in zip(net.local.parameters(), local, strict=True)
+            float((p.detach() - q).square().sum())
+            for p, q in zip(net.local.parameters(), local, strict=True)
         )
 
     free, held = moved(0), moved(1000)
@@ -521,17 +599,25 @@ def test_training_lowers_the_loss_and_reports_what_it_should():
 
 
 def test_local_epochs_are_epochs():
-    """Two local epochs in a round are two passes with one rate and one reference for the proximal term."""
-    one, two = (Federation(("books",), local_epochs=number, mu=0).domain("books") for number in (1, 2))
+    """Two local epochs in a round are two passes with one rate and one reference for the proximal
+    term.
+    """
+    one, two = (
+        Federation(("books",), local_epochs=number, mu=0).domain("books") for number in (1, 2)
+    )
     ctx = context("books", one.known, "federated", 1)
     fedcgr.train(two, {}, context("books", one.known, "federated", 1))
     for _ in range(2):
         one.train(ctx, scale=schedule(1, one.config.rounds, 0))
-    assert all(torch.equal(p, q) for p, q in zip(one.net.parameters(), two.net.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(one.net.parameters(), two.net.parameters(), strict=True)
+    )
 
 
 def test_eq_3_the_score_uses_the_residual_and_the_average():
-    """Eq. (3) from the state as a round leaves it; without CF embeddings the same network scores otherwise."""
+    """Eq. (3) from the state as a round leaves it; without CF embeddings the same network scores
+    otherwise.
+    """
     run = Federation(rounds=1)
     run.round()
     state, users = run.domain("books"), np.array([1, 5])
@@ -545,18 +631,22 @@ def test_eq_3_the_score_uses_the_residual_and_the_average():
     for item in range(14):
         codes = state.sids[[item, item]]
         log_p = state.net.target_codes(memory, codes)
-        expected = sum(told.gather(1, codes[:, level, None])[:, 0] for level, told in enumerate(log_p))
+        expected = sum(
+            told.gather(1, codes[:, level, None])[:, 0] for level, told in enumerate(log_p)
+        )
         torch.testing.assert_close(found[:, item].float(), expected.detach(), rtol=1e-4, atol=1e-5)
     state.cf = None
     state.changed()
     assert not torch.allclose(METHOD.score(state, users), found)
 
 
-# -- what stays, what crosses, how much --------------------------------------------------------------------------
+# -- what stays, what crosses, how much ------------------------------------------------------------
 
 
 def test_every_parameter_is_shared_or_declared_to_stay():
-    """Table 1: what stays is the domain embedding, gate, adapter, dense head, private experts and their router rows."""
+    """Table 1: what stays is the domain embedding, gate, adapter, dense head, private experts and
+    their router rows.
+    """
     net = Federation().domain("books").net
     every, shared = {name for name, _ in net.named_parameters()}, set(SHARING.parameters(net))
     stays = every - shared
@@ -567,21 +657,37 @@ def test_every_parameter_is_shared_or_declared_to_stay():
         "dense",
         "experts",
     }
-    assert {"encoder.0.feed.router", "encoder.0.feed.experts.1.outer.bias", "tokens", "heads.1.weight"} <= shared
+    assert {
+        "encoder.0.feed.router",
+        "encoder.0.feed.experts.1.outer.bias",
+        "tokens",
+        "heads.1.weight",
+    } <= shared
 
 
 @pytest.mark.parametrize(
-    "name", ["lead", "local.alpha", "local.adapter.linear.weight", "local.dense.0.weight", "local.experts.0.router"]
+    "name",
+    [
+        "lead",
+        "local.alpha",
+        "local.adapter.linear.weight",
+        "local.dense.0.weight",
+        "local.experts.0.router",
+    ],
 )
 def test_a_private_tensor_in_an_upload_is_refused(name: str):
     run = Federation()
     _, stage = METHOD.stages(run.config)
-    gate = Gate(METHOD, run.config, "books", {"server": 0, "books": 14, "films": 12, "games": 15}, 24)
+    gate = Gate(
+        METHOD, run.config, "books", {"server": 0, "books": 14, "films": 12, "games": 15}, 24
+    )
     state = run.domain("books")
     upload = dict(fedcgr.train(state, {}, run.context("books", "federated", 1)).send["server"])
     assert gate.check(stage, 1, {"server": upload})
     private = dict(state.net.named_parameters())[name].detach().numpy()
-    with pytest.raises(LeakError, match=f"books → server: payload key '{name}' is not declared for direction up"):
+    with pytest.raises(
+        LeakError, match=f"books → server: payload key '{name}' is not declared for direction up"
+    ):
         gate.check(stage, 1, {"server": {**upload, name: private}})
     for key, value in (("cf", state.cf.numpy()), ("rho", state.rho.numpy())):
         with pytest.raises(LeakError, match="not declared"):
@@ -591,8 +697,8 @@ def test_a_private_tensor_in_an_upload_is_refused(name: str):
 
 
 def test_at_the_papers_sizes_20_6_megabytes_go_up():
-    """Section 4.6: 5.1 M shared parameters (±3 %), 20.6 MB per client and round, a prototype of a kilobyte; 18 % more than
-    TIGER+FedAvg's 17.4 MB."""
+    """Section 4.6: 5.1 M shared parameters (±3 %), 20.6 MB per client and round, a prototype of a
+    kilobyte; 18 % more than TIGER+FedAvg's 17.4 MB."""
     config = Config()
     net = Net(config, torch.Generator())
     count = sum(p.numel() for p in SHARING.parameters(net).values())
@@ -602,7 +708,7 @@ def test_at_the_papers_sizes_20_6_megabytes_go_up():
     assert 4 * count / 17.43e6 == pytest.approx(1.18, abs=0.005)
 
 
-# -- ablations ---------------------------------------------------------------------------------------------------
+# -- ablations -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ablation", ABLATIONS)
@@ -626,17 +732,26 @@ def test_every_ablation_trains_and_leaves_out_what_it_says(ablation: str):
 
 
 def test_without_confidence_every_item_counts_fully():
-    plain, bare = (Federation(("books",), ablation=name).domain("books") for name in ("none", "confidence"))
+    plain, bare = (
+        Federation(("books",), ablation=name).domain("books") for name in ("none", "confidence")
+    )
     items = torch.tensor([[0, 13]])
-    torch.testing.assert_close(plain.residual(items), bare.residual(items) * plain.rho[items].unsqueeze(-1))
-    states = [Federation(("books",), ablation=name).domain("books") for name in ("none", "dense-confidence")]
+    torch.testing.assert_close(
+        plain.residual(items), bare.residual(items) * plain.rho[items].unsqueeze(-1)
+    )
+    states = [
+        Federation(("books",), ablation=name).domain("books")
+        for name in ("none", "dense-confidence")
+    ]
     target = torch.tensor([0, 5, 13])
     losses = []
     for state in states:
         memory = state.encode(state.known, np.array([0, 7, 14]), np.array([3, 3, 3]))
         losses.append(state.losses(memory, target)["loss_dense"])
         predicted = unit(state.net.local.dense(memory.pooled()))
-    torch.testing.assert_close(losses[1], dense_loss(predicted, unit(states[1].cf[target]), torch.ones(3), 0.07))
+    torch.testing.assert_close(
+        losses[1], dense_loss(predicted, unit(states[1].cf[target]), torch.ones(3), 0.07)
+    )
     assert not torch.allclose(*losses)
 
 
@@ -646,7 +761,7 @@ def test_without_any_use_for_cf_there_is_no_such_stage():
     assert METHOD.stages(Config(ablation="cf"))[0].rounds == 15
 
 
-# -- state and declaration ---------------------------------------------------------------------------------------
+# -- state and declaration -------------------------------------------------------------------------
 
 
 def test_state_comes_back_in_either_stage():
@@ -665,7 +780,8 @@ def test_state_comes_back_in_either_stage():
     METHOD.load_state_dict(again, copy.deepcopy(METHOD.state_dict(state)))
     outs = [fedcgr.train(each, {}, run.context("books", "federated", 2)) for each in (state, again)]
     assert all(
-        np.array_equal(outs[0].send["server"][key], outs[1].send["server"][key]) for key in outs[0].send["server"]
+        np.array_equal(outs[0].send["server"][key], outs[1].send["server"][key])
+        for key in outs[0].send["server"]
     )
     assert outs[0].metrics == outs[1].metrics
 

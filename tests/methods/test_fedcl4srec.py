@@ -108,7 +108,9 @@ def test_a_run_of_one_domain_is_a_run_of_cl4srec_bit_for_bit(shops, tmp_path, mo
 
     The platform refuses a federation of one, so that its check is left out here.
     """
-    monkeypatch.setattr("crossfed.platform.federation.run.chosen_domains", lambda config, data: ("books",))
+    monkeypatch.setattr(
+        "crossfed.platform.federation.run.chosen_domains", lambda config, data: ("books",)
+    )
     sets = ("dim=8", "inner=8", "batch_size=16", "dropout=0.3")
     states = {}
 

@@ -1,4 +1,5 @@
-"""FedCRF's equations against slow or dense versions, its steps against the equations, its state and its refusals.
+"""FedCRF's equations against slow or dense versions, its steps against the equations, its state and
+its refusals.
 
 The numbers are the ones that the module's docstring gives the paper's displays.
 """
@@ -26,7 +27,14 @@ from crossfed.platform.method import SERVER, Context, Interactions, Out, generat
 
 SIZES = {"north": (14, 18), "south": (11, 15)}
 WIDTH = 12
-SMALL: dict[str, Any] = {"dim": 5, "K": 4, "batch_size": 16, "neighbours": 3, "fgsat_neighbours": 3, "rounds": 2}
+SMALL: dict[str, Any] = {
+    "dim": 5,
+    "K": 4,
+    "batch_size": 16,
+    "neighbours": 3,
+    "fgsat_neighbours": 3,
+    "rounds": 2,
+}
 
 
 def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -40,13 +48,18 @@ def small(**values: Any) -> Config:
 def data(name: str) -> Interactions:
     n_users, n_items = SIZES[name]
     rng = np.random.default_rng(len(name) + n_items)
-    pairs = [(u, i) for u in range(n_users) for i in rng.choice(n_items - 1, 4, replace=False)]  # last item: unseen
+    # last item: unseen
+    pairs = [(u, i) for u in range(n_users) for i in rng.choice(n_items - 1, 4, replace=False)]
     users, items = np.array(pairs).T
     return Interactions.build(n_users, n_items, users, items)
 
 
 def text(name: str) -> np.ndarray:
-    return np.random.default_rng(SIZES[name]).normal(0.3, 1, (SIZES[name][1], WIDTH)).astype(np.float32)
+    return (
+        np.random.default_rng(SIZES[name])
+        .normal(0.3, 1, (SIZES[name][1], WIDTH))
+        .astype(np.float32)
+    )
 
 
 def context(node: str, stage: str, round: int, phase: int = 0, seed: int = 0) -> Context:
@@ -55,7 +68,9 @@ def context(node: str, stage: str, round: int, phase: int = 0, seed: int = 0) ->
     if node == SERVER:
         return Context(node, stage, round, peers, rng, torch_rng, torch.device("cpu"))
     artifacts = {"text": text(node)}
-    return Context(node, stage, round, peers, rng, torch_rng, torch.device("cpu"), data(node), artifacts)
+    return Context(
+        node, stage, round, peers, rng, torch_rng, torch.device("cpu"), data(node), artifacts
+    )
 
 
 class Run:
@@ -63,7 +78,9 @@ class Run:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.states: dict[str, Any] = {name: METHOD.init_domain(config, context(name, "init", 0)) for name in SIZES}
+        self.states: dict[str, Any] = {
+            name: METHOD.init_domain(config, context(name, "init", 0)) for name in SIZES
+        }
         assert METHOD.init_server is not None
         self.states[SERVER] = METHOD.init_server(config, context(SERVER, "init", 0))
         self.outs: list[dict[str, Out]] = []
@@ -75,7 +92,12 @@ class Run:
                 for receiver, payload in out.send.items():
                     inbox[receiver][sender] = payload
             nodes = [SERVER] if phase.at == "server" else list(SIZES)
-            self.outs.append({n: phase.step(self.states[n], inbox[n], context(n, stage, round, number)) for n in nodes})
+            self.outs.append(
+                {
+                    n: phase.step(self.states[n], inbox[n], context(n, stage, round, number))
+                    for n in nodes
+                }
+            )
 
     def stage(self, name: str, rounds: range | None = None) -> Run:
         for stage in METHOD.stages(self.config):
@@ -90,7 +112,9 @@ class Run:
 
 
 def dense_item_graph(t: torch.Tensor, n: int) -> torch.Tensor:
-    """Eq. (16) and Eq. (17) written out: cosines, the top n of each row, both directions, D^-½ S D^-½."""
+    """Eq. (16) and Eq. (17) written out: cosines, the top n of each row, both directions, D^-½ S
+    D^-½.
+    """
     m = len(t)
     s = torch.zeros(m, m)
     cosine = torch.stack([torch.stack([a @ b / (a.norm() * b.norm()) for b in t]) for a in t])
@@ -99,7 +123,13 @@ def dense_item_graph(t: torch.Tensor, n: int) -> torch.Tensor:
             s[i, j] = s[j, i] = max(cosine[i, j].item(), 0)
     degree = s.sum(1)
     return torch.tensor(
-        [[(s[i, j] / (degree[i] * degree[j]).sqrt()).item() if s[i, j] else 0.0 for j in range(m)] for i in range(m)]
+        [
+            [
+                (s[i, j] / (degree[i] * degree[j]).sqrt()).item() if s[i, j] else 0.0
+                for j in range(m)
+            ]
+            for i in range(m)
+        ]
     )
 
 
@@ -119,13 +149,18 @@ def test_projection() -> None:
 
 def test_normalisation_by_hand() -> None:
     """Eq. (3): (5 − 1) / √4 = 2 and (2 − 4) / √(1/4) = −4, but for ε."""
-    out = fedcrf.normalise(torch.tensor([[5.0, 2.0]]), torch.tensor([1.0, 4.0]), torch.tensor([4.0, 0.25]))
+    out = fedcrf.normalise(
+        torch.tensor([[5.0, 2.0]]), torch.tensor([1.0, 4.0]), torch.tensor([4.0, 0.25])
+    )
     torch.testing.assert_close(out, torch.tensor([[2.0, -4.0]]), rtol=1e-4, atol=0)
 
 
 def test_normalisation_keeps_a_constant_coordinate_finite() -> None:
     """Eq. (3): σ² = 0 is what ε is for."""
-    assert fedcrf.normalise(torch.ones(2, 1), torch.ones(1), torch.zeros(1)).tolist() == [[0.0], [0.0]]
+    assert fedcrf.normalise(torch.ones(2, 1), torch.ones(1), torch.zeros(1)).tolist() == [
+        [0.0],
+        [0.0],
+    ]
 
 
 def test_own_statistics_standardise() -> None:
@@ -140,18 +175,24 @@ def test_own_statistics_standardise() -> None:
 def test_denormalisation_is_the_inverse() -> None:
     """Eq. (3), backwards."""
     t, mean, variance = tensor(6, 3), tensor(3, seed=1), tensor(3, seed=2).square()
-    torch.testing.assert_close(fedcrf.denormalise(fedcrf.normalise(t, mean, variance), mean, variance), t)
+    torch.testing.assert_close(
+        fedcrf.denormalise(fedcrf.normalise(t, mean, variance), mean, variance), t
+    )
 
 
 def test_running_statistics_by_hand() -> None:
-    """Eq. (4): t = 2, 6 has t̄ = 4 and s² = 4; with ρ = ¾: μ = ¾·8 + ¼·4 = 7 and σ² = ¾·12 + ¼·4 = 10."""
+    """Eq. (4): t = 2, 6 has t̄ = 4 and s² = 4; with ρ = ¾: μ = ¾·8 + ¼·4 = 7 and σ² = ¾·12 + ¼·4 =
+    10.
+    """
     t = torch.tensor([[2.0], [6.0]])
     mean, variance = fedcrf.running_statistics(t, torch.tensor([8.0]), torch.tensor([12.0]), 0.75)
     assert (mean.item(), variance.item()) == (7.0, 10.0)
 
 
 def test_initial_centres_are_items() -> None:
-    """Eq. (5): with as many clusters as items every item is a centre; with fewer, another seed gives other centres."""
+    """Eq. (5): with as many clusters as items every item is a centre; with fewer, another seed
+    gives other centres.
+    """
     x = tensor(9, 3).numpy()
     every = fedcrf.global_clusters(x, 9, None, 1.0, seed=0)
     np.testing.assert_allclose(np.sort(every.cluster_centers_, 0), np.sort(x, 0), rtol=1e-6)
@@ -160,7 +201,9 @@ def test_initial_centres_are_items() -> None:
 
 
 def test_a_given_start_is_used() -> None:
-    """Eq. (5) from the second round on: two far groups, and centres that swap the numbers of the clusters."""
+    """Eq. (5) from the second round on: two far groups, and centres that swap the numbers of the
+    clusters.
+    """
     x = np.array([[0.0], [1.0], [50.0], [51.0]], np.float32)
     for start, labels in (([[0.0], [50.0]], [0, 0, 1, 1]), ([[50.0], [0.0]], [1, 1, 0, 0])):
         fitted = fedcrf.global_clusters(x, 2, np.array(start, np.float32), 1.0, seed=0)
@@ -172,11 +215,15 @@ def test_labels_are_the_nearest_centres() -> None:
     x = tensor(40, 3).numpy()
     fitted = fedcrf.global_clusters(x, 5, None, 1.0, seed=0)
     for row, label in zip(x, fitted.labels_, strict=True):
-        assert label == np.argmin([np.sum((row - centre) ** 2) for centre in fitted.cluster_centers_])
+        assert label == np.argmin(
+            [np.sum((row - centre) ** 2) for centre in fitted.cluster_centers_]
+        )
 
 
 def test_centres_are_distance_weighted_means() -> None:
-    """Eq. (7): at the fixed point c_k = Σ w_i t̃_i / Σ w_i with w_i = 1 / (‖t̃_i − c_k‖ + ε), and not the plain mean."""
+    """Eq. (7): at the fixed point c_k = Σ w_i t̃_i / Σ w_i with w_i = 1 / (‖t̃_i − c_k‖ + ε), and
+    not the plain mean.
+    """
     x, eps = tensor(60, 2).numpy(), 0.5
     fitted = fedcrf.global_clusters(x, 3, None, eps, seed=0)
     differs = 0.0
@@ -210,12 +257,16 @@ def test_without_regularisation_secondary_centres_are_means() -> None:
 
 def test_activation_by_hand() -> None:
     """Eq. (9): (1, 2)·[[1, 3], [−2, 1]] = (−3, 5), and ReLU."""
-    out = fedcrf.activated_centres(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 3.0], [-2.0, 1.0]]))
+    out = fedcrf.activated_centres(
+        torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 3.0], [-2.0, 1.0]])
+    )
     assert out.tolist() == [[0.0, 5.0]]
 
 
 def test_the_semantic_graph_against_a_dense_one() -> None:
-    """A of Eq. (10): W_ij = max over both directions of the kept cosines ≥ 0; Y as weight-1 edges to own centres."""
+    """A of Eq. (10): W_ij = max over both directions of the kept cosines ≥ 0; Y as weight-1 edges
+    to own centres.
+    """
     t, c, labels, n = tensor(7, 3), tensor(3, 3, seed=1), torch.tensor([0, 2, 2, 0, 2, 0, 0]), 2
     dense = torch.zeros(10, 10)
     for block, shift in ((t, 0), (c, 7)):
@@ -223,7 +274,9 @@ def test_the_semantic_graph_against_a_dense_one() -> None:
         cosine = (unit @ unit.T).fill_diagonal_(-2)
         for i in range(len(block)):
             for j in cosine[i].topk(min(n, len(block) - 1)).indices.tolist():
-                dense[i + shift, j + shift] = dense[j + shift, i + shift] = max(cosine[i, j].item(), 0)
+                dense[i + shift, j + shift] = dense[j + shift, i + shift] = max(
+                    cosine[i, j].item(), 0
+                )
     for i, label in enumerate(labels.tolist()):
         dense[i, 7 + label] = dense[7 + label, i] = 1
     edges, weights = fedcrf.semantic_edges(t, c, labels, n)
@@ -243,11 +296,14 @@ def test_propagation_against_dense_matrices() -> None:
     with_loops = a + torch.eye(5)
     scale = with_loops.sum(1).rsqrt()
     dense = F.relu(scale[:, None] * with_loops * scale[None, :] @ z @ w2)
-    torch.testing.assert_close(fedcrf.semantic_propagation(z, edges, a[edges[0], edges[1]], w2), dense)
+    torch.testing.assert_close(
+        fedcrf.semantic_propagation(z, edges, a[edges[0], edges[1]], w2), dense
+    )
 
 
 def test_attention_against_a_slow_softmax() -> None:
-    """Eq. (11): q_if = exp(wᵀx_if + b_f) / Σ_f exp(wᵀx_if + b_f); every item's weights sum to one."""
+    """Eq. (11): q_if = exp(wᵀx_if + b_f) / Σ_f exp(wᵀx_if + b_f); every item's weights sum to one.
+    """
     features, w, b = tensor(4, 3, 5), tensor(5, seed=1), tensor(3, seed=2)
     q = fedcrf.attention(features, w, b)
     for i in range(4):
@@ -260,7 +316,8 @@ def test_a_bias_that_all_sources_share_cancels() -> None:
     """Eq. (11): softmax(s + b) = softmax(s), which is why each source has its own bias."""
     features, w = tensor(4, 3, 5), tensor(5, seed=1)
     torch.testing.assert_close(
-        fedcrf.attention(features, w, torch.zeros(3)), fedcrf.attention(features, w, torch.full((3,), 2.0))
+        fedcrf.attention(features, w, torch.zeros(3)),
+        fedcrf.attention(features, w, torch.full((3,), 2.0)),
     )
 
 
@@ -271,7 +328,9 @@ def test_fusion_by_hand() -> None:
 
 
 def test_distillation_against_a_slow_divergence() -> None:
-    """Eq. (13): mean over pairs of Σ_{y∈{0,1}} p(y) ln(p(y) / q(y)), p = σ(x_uᵀt″) and q = σ(x_uᵀt), in this order."""
+    """Eq. (13): mean over pairs of Σ_{y∈{0,1}} p(y) ln(p(y) / q(y)), p = σ(x_uᵀt″) and q =
+    σ(x_uᵀt), in this order.
+    """
     u, t2, t = tensor(6, 3), tensor(6, 3, seed=1), tensor(6, 3, seed=2)
     total = 0.0
     for i in range(6):
@@ -283,7 +342,12 @@ def test_distillation_against_a_slow_divergence() -> None:
 
 def test_alignment_by_hand() -> None:
     """Eq. (14): (‖(3, 4)‖² + ‖(1, 0)‖²) / 2 = 13."""
-    assert fedcrf.alignment(torch.tensor([[3.0, 4.0], [1.0, 2.0]]), torch.tensor([[0.0, 0.0], [0.0, 2.0]])).item() == 13
+    assert (
+        fedcrf.alignment(
+            torch.tensor([[3.0, 4.0], [1.0, 2.0]]), torch.tensor([[0.0, 0.0], [0.0, 2.0]])
+        ).item()
+        == 13
+    )
 
 
 def test_pretrain_loss_by_hand() -> None:
@@ -323,7 +387,9 @@ def test_contrast_against_a_slow_sum(keep_positive: bool) -> None:
         for i in range(5):
             below = sum(np.exp(sim(a[i], b[j]) / tau) for j in range(5) if keep_positive or j != i)
             total -= np.log(np.exp(sim(a[i], b[i]) / tau) / below)
-    assert fedcrf.contrast(local, pre, tau, keep_positive).item() == pytest.approx(total / 5, rel=1e-5)
+    assert fedcrf.contrast(local, pre, tau, keep_positive).item() == pytest.approx(
+        total / 5, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("keep_positive", [False, True])
@@ -343,8 +409,12 @@ def test_contrast_is_two_calls_of_info_nce(keep_positive: bool) -> None:
 
 def test_item_vectors_by_hand() -> None:
     """Eq. (21): (1, 1) + (3, 4)/5 + (0, −2)/2 + (7, 0)/7 = (2.6, 0.8)."""
-    ids, text, local, pre = (torch.tensor([v]) for v in ([1.0, 1.0], [3.0, 4.0], [0.0, -2.0], [7.0, 0.0]))
-    torch.testing.assert_close(fedcrf.item_vectors(ids, text, local, pre), torch.tensor([[2.6, 0.8]]))
+    ids, text, local, pre = (
+        torch.tensor([v]) for v in ([1.0, 1.0], [3.0, 4.0], [0.0, -2.0], [7.0, 0.0])
+    )
+    torch.testing.assert_close(
+        fedcrf.item_vectors(ids, text, local, pre), torch.tensor([[2.6, 0.8]])
+    )
 
 
 def test_prediction_is_the_inner_product() -> None:
@@ -364,8 +434,13 @@ def test_finetune_loss_by_hand() -> None:
 
 
 def test_the_projection_starts_orthonormal_and_comparable() -> None:
-    start = {name: fedcrf.initial_projection(torch.from_numpy(text(name)), 5, "aligned") for name in SIZES}
-    shared = [fedcrf.initial_projection(torch.from_numpy(text(name)), 5, "random") for name in SIZES]
+    start = {
+        name: fedcrf.initial_projection(torch.from_numpy(text(name)), 5, "aligned")
+        for name in SIZES
+    }
+    shared = [
+        fedcrf.initial_projection(torch.from_numpy(text(name)), 5, "random") for name in SIZES
+    ]
     assert torch.equal(*shared)
     for weight in start.values():
         torch.testing.assert_close(weight.T @ weight, torch.eye(5), atol=1e-5, rtol=0)
@@ -407,28 +482,44 @@ def test_upload_sends_normalised_items() -> None:
     second = fedcrf.upload(state, {}, context("north", "pretrain", 2)).send[SERVER]["item_vectors"]
     torch.testing.assert_close(state.mean, 0.9 * before + 0.1 * 2 * before)
     torch.testing.assert_close(state.variance, 0.9 * spread + 0.1 * 4 * spread)
-    np.testing.assert_allclose(second, fedcrf.normalise(2 * t, state.mean, state.variance).numpy(), rtol=1e-5)
+    np.testing.assert_allclose(
+        second, fedcrf.normalise(2 * t, state.mean, state.variance).numpy(), rtol=1e-5
+    )
 
 
 def test_the_server_clusters_the_union_and_answers_each_domain() -> None:
-    """Labels come back in the items' order, and are the nearest of the centres that came with them, Eq. (6)."""
+    """Labels come back in the items' order, and are the nearest of the centres that came with them,
+    Eq. (6).
+    """
     config = small()
     server = METHOD.init_server(config, context(SERVER, "init", 0))
-    up = {name: {"item_vectors": tensor(SIZES[name][1], 5, seed=i).numpy()} for i, name in enumerate(SIZES)}
+    up = {
+        name: {"item_vectors": tensor(SIZES[name][1], 5, seed=i).numpy()}
+        for i, name in enumerate(SIZES)
+    }
     out = fedcrf.cluster(server, dict(reversed(up.items())), context(SERVER, "pretrain", 1))
     assert set(out.send) == set(SIZES)
     for name, answer in out.send.items():
         assert answer["centres"].shape == (4, 5) and answer["centres"].dtype == np.float32
-        distance = np.linalg.norm(up[name]["item_vectors"][:, None] - answer["centres"][None], axis=2)
+        distance = np.linalg.norm(
+            up[name]["item_vectors"][:, None] - answer["centres"][None], axis=2
+        )
         np.testing.assert_array_equal(answer["labels"], distance.argmin(1))
     again = fedcrf.cluster(server, up, context(SERVER, "pretrain", 2))
-    assert again.metrics["kmeans_iterations"] <= 2, "the second round starts from the first round's centres"
+    assert again.metrics["kmeans_iterations"] <= 2, (
+        "the second round starts from the first round's centres"
+    )
 
 
 def test_three_domains_get_their_own_labels() -> None:
-    """Far groups, one for each domain, so that a label given to the wrong domain would be that of another group."""
+    """Far groups, one for each domain, so that a label given to the wrong domain would be that of
+    another group.
+    """
     sizes = {"north": 5, "south": 4, "west": 6}
-    up = {n: {"item_vectors": (tensor(k, 5) / 10 + 20 * i).numpy()} for i, (n, k) in enumerate(sizes.items())}
+    up = {
+        n: {"item_vectors": (tensor(k, 5) / 10 + 20 * i).numpy()}
+        for i, (n, k) in enumerate(sizes.items())
+    }
     ctx = dataclasses.replace(context(SERVER, "pretrain", 1), peers=tuple(sizes))
     server = METHOD.init_server(small(K=3), ctx)
     server.centres = np.stack([up[n]["item_vectors"][0] for n in sizes])
@@ -443,13 +534,22 @@ def test_three_domains_get_their_own_labels() -> None:
 
 
 def test_the_server_starts_from_the_centres_it_sent_last() -> None:
-    """Two far groups that drift by 0.01 a round take their centres along; what was sent is what the server keeps."""
+    """Two far groups that drift by 0.01 a round take their centres along; what was sent is what the
+    server keeps.
+    """
     server = METHOD.init_server(small(K=2), context(SERVER, "init", 0))
-    drifting = {name: (tensor(SIZES[name][1], 5, seed=i) + 20 * i).numpy() for i, name in enumerate(SIZES)}
+    drifting = {
+        name: (tensor(SIZES[name][1], 5, seed=i) + 20 * i).numpy() for i, name in enumerate(SIZES)
+    }
     sent = []
     for round in (1, 2, 3):
-        up = {name: {"item_vectors": (x + 0.01 * round).astype(np.float32)} for name, x in drifting.items()}
-        sent.append(fedcrf.cluster(server, up, context(SERVER, "pretrain", round)).send["north"]["centres"])
+        up = {
+            name: {"item_vectors": (x + 0.01 * round).astype(np.float32)}
+            for name, x in drifting.items()
+        }
+        sent.append(
+            fedcrf.cluster(server, up, context(SERVER, "pretrain", round)).send["north"]["centres"]
+        )
         np.testing.assert_array_equal(server.centres, sent[-1])
     for before, after in pairwise(sent):
         np.testing.assert_allclose(after - before, 0.01, atol=0.003)
@@ -457,11 +557,16 @@ def test_the_server_starts_from_the_centres_it_sent_last() -> None:
 
 def test_random_starts_are_the_rounds_own() -> None:
     """Without centres to start from, a round draws its start by its place in the run."""
-    up = {name: {"item_vectors": tensor(SIZES[name][1], 5, seed=i).numpy()} for i, name in enumerate(SIZES)}
+    up = {
+        name: {"item_vectors": tensor(SIZES[name][1], 5, seed=i).numpy()}
+        for i, name in enumerate(SIZES)
+    }
 
     def first(round: int) -> np.ndarray:
         server = METHOD.init_server(small(K=8), context(SERVER, "init", 0))
-        return fedcrf.cluster(server, up, context(SERVER, "pretrain", round)).send["north"]["centres"]
+        return fedcrf.cluster(server, up, context(SERVER, "pretrain", round)).send["north"][
+            "centres"
+        ]
 
     np.testing.assert_array_equal(first(1), first(1))
     assert not np.allclose(first(1), first(2))
@@ -479,7 +584,11 @@ def test_at_least_one_cluster() -> None:
 
 
 def test_one_cluster_and_one_neighbour_work() -> None:
-    run = Run(small(K=1, neighbours=1, fgsat_neighbours=1)).stage("pretrain").stage("finetune", range(1, 2))
+    run = (
+        Run(small(K=1, neighbours=1, fgsat_neighbours=1))
+        .stage("pretrain")
+        .stage("finetune", range(1, 2))
+    )
     assert torch.isfinite(scores(run.states["north"])).all()
 
 
@@ -491,7 +600,9 @@ def twin(state: Domain) -> Domain:
 
 
 def in_pretrain(**values: Any) -> Domain:
-    """A domain in the middle of the first stage, with FGSAT's parameters moved away from their start."""
+    """A domain in the middle of the first stage, with FGSAT's parameters moved away from their
+    start.
+    """
     state: Domain = Run(small(**values)).stage("pretrain", range(1, 3)).states["north"]
     with torch.no_grad():
         for i, p in enumerate(state.fgsat.parameters()):
@@ -519,7 +630,9 @@ def test_adapted_is_equations_8_to_12_in_a_row() -> None:
     t, labels, f = tensor(6, 5), state.labels[:6], state.fgsat
     centres = state.centres * torch.sqrt(state.variance + fedcrf.EPS) + state.mean
     c1 = fedcrf.activated_centres(fedcrf.secondary_centres(t, labels, 4, 0.5), f.w1)
-    z = fedcrf.semantic_propagation(torch.cat([t, c1]), *fedcrf.semantic_edges(t, c1, labels, 3), f.w2)
+    z = fedcrf.semantic_propagation(
+        torch.cat([t, c1]), *fedcrf.semantic_edges(t, c1, labels, 3), f.w2
+    )
     t1 = t + z[:6]
     features = torch.stack([t1, centres[labels], c1[labels]], 1)
     t2 = fedcrf.fuse(features, fedcrf.attention(features, f.w, f.b))
@@ -550,11 +663,15 @@ def test_without_fgsat_the_global_centre_is_used_directly() -> None:
 def test_the_item_itself_outweighs_its_centres_at_the_start() -> None:
     state = METHOD.init_domain(small(own_bias=3.0), context("north", "init", 0))
     q = fedcrf.attention(tensor(4, 3, 5), state.fgsat.w, state.fgsat.b)
-    torch.testing.assert_close(q, torch.tensor([[np.e**3, 1, 1]]).float().expand(4, 3) / (np.e**3 + 2))
+    torch.testing.assert_close(
+        q, torch.tensor([[np.e**3, 1, 1]]).float().expand(4, 3) / (np.e**3 + 2)
+    )
 
 
 def test_the_first_batch_of_pretraining_against_the_equations() -> None:
-    """L_rec, L_KD, L_FA and L2 of the only batch, before any step; L_rec scores with x^id + t″/‖t″‖."""
+    """L_rec, L_KD, L_FA and L2 of the only batch, before any step; L_rec scores with x^id +
+    t″/‖t″‖.
+    """
     config = small(batch_size=1000, rounds=1)
     run = Run(config)
     upload, cluster, adapt = METHOD.stages(config)[0].each
@@ -589,7 +706,8 @@ def test_the_first_batch_of_pretraining_against_the_equations() -> None:
 
 
 def test_the_first_batch_of_finetuning_against_the_equations() -> None:
-    """L_rec, L_con, L_kd and L2 of the only batch, before any step, and the step itself, Eq. (23)."""
+    """L_rec, L_con, L_kd and L2 of the only batch, before any step, and the step itself, Eq. (23).
+    """
     config = small(batch_size=1000, rounds=1, alpha=0.3, beta=0.4, lr_decay=1.0)
     run = Run(config).stage("pretrain")
     run.phases("finetune", 0, METHOD.stages(config)[1].open)
@@ -622,7 +740,9 @@ def test_the_first_batch_of_finetuning_against_the_equations() -> None:
 
 
 def assert_one_adam_step(fresh: Domain, trained: Domain, loss: torch.Tensor) -> None:
-    """Adam's first step moves every parameter by its rate × g / (|g| + 1e-8): the IDs at lr, the text path at lr_text."""
+    """Adam's first step moves every parameter by its rate × g / (|g| + 1e-8): the IDs at lr, the
+    text path at lr_text.
+    """
     named = dict(fresh.named_parameters())
     grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     moved = 0
@@ -634,13 +754,17 @@ def assert_one_adam_step(fresh: Domain, trained: Domain, loss: torch.Tensor) -> 
             continue
         clear = grad.abs() > 1e-5  # below that, rounding decides the quotient
         expected = before - rate * grad / (grad.abs() + 1e-8)
-        torch.testing.assert_close(after[clear], expected[clear], rtol=0, atol=rate * 0.02, msg=name)
+        torch.testing.assert_close(
+            after[clear], expected[clear], rtol=0, atol=rate * 0.02, msg=name
+        )
         moved += int(clear.sum())
     assert moved > 50
 
 
 FEW = Interactions.build(5, 18, np.array([0, 0, 1, 2, 3, 4, 4]), np.array([5, 9, 9, 13, 17, 5, 3]))
-"""A domain of which one batch, the only one of an epoch, needs neither all users' nor all items' rows."""
+"""A domain of which one batch, the only one of an epoch, needs neither all users' nor all items'
+rows.
+"""
 
 STEPS: dict[str, Any] = {
     "dim": 5,
@@ -668,7 +792,9 @@ def few(stage: str, round: int, phase: int = 0) -> Context:
 
 
 def domain_of_few() -> Domain:
-    """Large vectors, so that no part of the loss is in its linear range, and FGSAT away from its start."""
+    """Large vectors, so that no part of the loss is in its linear range, and FGSAT away from its
+    start.
+    """
     state: Domain = METHOD.init_domain(Config(**STEPS), few("init", 0))
     with torch.no_grad():
         state.ids.table *= 3
@@ -700,11 +826,15 @@ def unit(v: torch.Tensor) -> torch.Tensor:
     return v / v.norm(dim=1, keepdim=True)
 
 
-def ranking_loss(e: torch.Tensor, x: torch.Tensor, user: torch.Tensor, pos: torch.Tensor, neg: torch.Tensor) -> Any:
+def ranking_loss(
+    e: torch.Tensor, x: torch.Tensor, user: torch.Tensor, pos: torch.Tensor, neg: torch.Tensor
+) -> Any:
     """BPR, and LightGCN's L2 term with its weight."""
     u = few_vectors(e)[0][user]
     ego = torch.cat([e[:5][user], e[5:][pos], e[5:][neg]])
-    return -torch.sigmoid((u * (x[pos] - x[neg])).sum(1)).log().mean() + 0.3 * ego.square().sum() / 2 / len(user)
+    return -torch.sigmoid(
+        (u * (x[pos] - x[neg])).sum(1)
+    ).log().mean() + 0.3 * ego.square().sum() / 2 / len(user)
 
 
 def assert_trained_as_by_plain_autograd(
@@ -714,7 +844,8 @@ def assert_trained_as_by_plain_autograd(
     loss: Callable[..., torch.Tensor],
     rates: list[list[float]],
 ) -> None:
-    """Two epochs of one batch each: the gradients, and the parameters after torch's Adam as it comes.
+    """Two epochs of one batch each: the gradients, and the parameters after torch's Adam as it
+    comes.
 
     Args:
         loss: (the parameters by name, user, pos, neg) -> scalar.
@@ -727,15 +858,21 @@ def assert_trained_as_by_plain_autograd(
     for round, pair in enumerate(rates, 1):
         step(few(stage, round))
         ((user, pos, neg),) = bpr_epoch(FEW, 1000, few(stage, round).rng)
-        assert set(torch.cat([pos, neg]).tolist()) != set(range(18)), "some items stay out of the batch"
+        assert set(torch.cat([pos, neg]).tolist()) != set(range(18)), (
+            "some items stay out of the batch"
+        )
         adam.zero_grad()
         loss(mine, user, pos, neg).backward()
         for group, rate in zip(adam.param_groups, pair, strict=True):
             group["lr"] = rate
         adam.step()
         for name, p in trained.items():
-            torch.testing.assert_close(p.grad, mine[name].grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-            torch.testing.assert_close(p, mine[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                p.grad, mine[name].grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+            torch.testing.assert_close(
+                p, mine[name], rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def test_pretraining_steps_against_plain_autograd() -> None:
@@ -745,7 +882,9 @@ def test_pretraining_steps_against_plain_autograd() -> None:
     answer = {SERVER: {"centres": centres.numpy(), "labels": labels.numpy()}}
     own_centres = centres * torch.sqrt(state.variance + 1e-5) + state.mean
 
-    def loss(p: dict[str, torch.Tensor], user: torch.Tensor, pos: torch.Tensor, neg: torch.Tensor) -> torch.Tensor:
+    def loss(
+        p: dict[str, torch.Tensor], user: torch.Tensor, pos: torch.Tensor, neg: torch.Tensor
+    ) -> torch.Tensor:
         used = torch.unique(torch.cat([pos, neg]))
         t, y = state.text[used] @ p["phi"], F.one_hot(labels[used], 4).float()
         c1 = F.relu(torch.linalg.solve(y.T @ y + 0.5 * torch.eye(4), y.T @ t) @ p["fgsat.w1"])
@@ -764,7 +903,11 @@ def test_pretraining_steps_against_plain_autograd() -> None:
         x = ids.index_add(0, used, unit(t2))
         teacher, student = (torch.sigmoid((users[user] * v[bought]).sum(1)) for v in (t2, t))
         align = (t1 - t2)[bought].square().sum(1).mean()
-        return ranking_loss(p["ids.table"], x, user, pos, neg) + 0.7 * divergence(teacher, student) + 0.4 * align
+        return (
+            ranking_loss(p["ids.table"], x, user, pos, neg)
+            + 0.7 * divergence(teacher, student)
+            + 0.4 * align
+        )
 
     assert_trained_as_by_plain_autograd(
         state, "pretrain", lambda ctx: fedcrf.adapt(state, answer, ctx), loss, [[0.02, 0.003]] * 2
@@ -772,7 +915,9 @@ def test_pretraining_steps_against_plain_autograd() -> None:
 
 
 def test_finetuning_steps_against_plain_autograd() -> None:
-    """Eq. (16) to Eq. (23) on dense item graphs; the local one is that of the epoch's start, the other stays."""
+    """Eq. (16) to Eq. (23) on dense item graphs; the local one is that of the epoch's start, the
+    other stays.
+    """
     state = domain_of_few()
     state.t_pre.copy_(tensor(18, 5, seed=6) + 0.5)
     fedcrf.begin_finetune(state, {}, few("finetune", 0))
@@ -780,22 +925,32 @@ def test_finetuning_steps_against_plain_autograd() -> None:
         state.ids.table *= 4
     s_pre = dense_item_graph(state.t_pre, 4)
 
-    def loss(p: dict[str, torch.Tensor], user: torch.Tensor, pos: torch.Tensor, neg: torch.Tensor) -> torch.Tensor:
+    def loss(
+        p: dict[str, torch.Tensor], user: torch.Tensor, pos: torch.Tensor, neg: torch.Tensor
+    ) -> torch.Tensor:
         users, ids = few_vectors(p["ids.table"])
         t = state.text @ p["phi_local"]
         h_local, h_pre = dense_item_graph(t.detach(), 4) @ ids, s_pre @ ids
         bought = sorted(set(pos.tolist()))
         similar = torch.exp(unit(h_local[bought]) @ unit(h_pre[bought]).T / 0.4)
         others = similar * (1 - torch.eye(len(bought)))
-        con = -((similar.diag() / others.sum(1)).log() + (similar.diag() / others.sum(0)).log()).mean()
+        con = -(
+            (similar.diag() / others.sum(1)).log() + (similar.diag() / others.sum(0)).log()
+        ).mean()
         teacher, student = (torch.sigmoid((users[user] * h[pos]).sum(1)) for h in (h_pre, h_local))
         x = ids.index_add(0, (used := torch.unique(torch.cat([pos, neg]))), unit(t[used]))
         for h in (h_local, h_pre):
             x = x.index_add(0, used, h[used] / h[used].norm(dim=1, keepdim=True).clamp(min=1e-12))
-        return ranking_loss(p["ids.table"], x, user, pos, neg) + 0.3 * con + 0.6 * divergence(teacher, student)
+        return (
+            ranking_loss(p["ids.table"], x, user, pos, neg)
+            + 0.3 * con
+            + 0.6 * divergence(teacher, student)
+        )
 
     rates = [[0.02, 0.003], [0.01, 0.0015]]
-    assert_trained_as_by_plain_autograd(state, "finetune", lambda ctx: fedcrf.finetune(state, {}, ctx), loss, rates)
+    assert_trained_as_by_plain_autograd(
+        state, "finetune", lambda ctx: fedcrf.finetune(state, {}, ctx), loss, rates
+    )
 
 
 def test_the_prior_is_frozen_at_the_end_of_pretraining() -> None:
@@ -806,7 +961,9 @@ def test_the_prior_is_frozen_at_the_end_of_pretraining() -> None:
     torch.testing.assert_close(state.t_pre, expected.detach())
     run.stage("finetune", range(1, 3))
     torch.testing.assert_close(state.t_pre, expected.detach())
-    torch.testing.assert_close(state.graphs[1].to_dense(), fedcrf.item_graph(state.t_pre, 3).to_dense())
+    torch.testing.assert_close(
+        state.graphs[1].to_dense(), fedcrf.item_graph(state.t_pre, 3).to_dense()
+    )
 
 
 def test_without_the_federated_stage_the_raw_text_is_the_prior() -> None:
@@ -831,15 +988,25 @@ def test_without_contrast_its_loss_is_gone() -> None:
     assert not torch.equal(cl, full)
 
 
-@pytest.mark.parametrize("change", [{"contrast": "infonce"}, {"beta": 0.0}, {"warm_start": False}, {"tau": 0.1}])
+@pytest.mark.parametrize(
+    "change", [{"contrast": "infonce"}, {"beta": 0.0}, {"warm_start": False}, {"tau": 0.1}]
+)
 def test_every_choice_of_finetuning_matters(change: dict[str, Any]) -> None:
-    one, two = (Run(small(**c)).stage("pretrain").stage("finetune", range(1, 3)) for c in ({}, change))
+    one, two = (
+        Run(small(**c)).stage("pretrain").stage("finetune", range(1, 3)) for c in ({}, change)
+    )
     assert not torch.equal(scores(one.states["north"]), scores(two.states["north"]))
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"momentum": 0.0}, {"lambda_kd": 5.0}, {"lambda_fa": 5.0}, {"projection": "random"}, {"cluster_eps": 9.0}],
+    [
+        {"momentum": 0.0},
+        {"lambda_kd": 5.0},
+        {"lambda_fa": 5.0},
+        {"projection": "random"},
+        {"cluster_eps": 9.0},
+    ],
 )
 def test_every_choice_of_pretraining_matters(change: dict[str, Any]) -> None:
     one, two = (Run(small(**c)).stage("pretrain") for c in ({}, change))
@@ -866,7 +1033,9 @@ def test_the_local_graph_follows_the_local_projection() -> None:
 
 
 def test_a_refresh_leaves_the_pre_trained_graph_alone() -> None:
-    """The prior is frozen, so its graph is the same object: rebuilding it every epoch would be work for nothing."""
+    """The prior is frozen, so its graph is the same object: rebuilding it every epoch would be work
+    for nothing.
+    """
     run = Run(small(refresh_every=1)).stage("pretrain").stage("finetune", range(1, 2))
     state: Domain = run.states["north"]
     local, pre = state.graphs
@@ -874,9 +1043,13 @@ def test_a_refresh_leaves_the_pre_trained_graph_alone() -> None:
     assert state.graphs[0] is not local and state.graphs[1] is pre
 
 
-@pytest.mark.parametrize(("warm", "expected"), [(True, [0.000625, 0.0000625]), (False, [0.0025, 0.00025])])
+@pytest.mark.parametrize(
+    ("warm", "expected"), [(True, [0.000625, 0.0000625]), (False, [0.0025, 0.00025])]
+)
 def test_the_learning_rate_decays_per_epoch(warm: bool, expected: list[float]) -> None:
-    """The third epoch after two federated rounds: 0.01 · ½⁴ with the rounds counted in, 0.01 · ½² with new IDs."""
+    """The third epoch after two federated rounds: 0.01 · ½⁴ with the rounds counted in, 0.01 · ½²
+    with new IDs.
+    """
     run = Run(small(lr=0.01, lr_text=0.001, lr_decay=0.5, warm_start=warm)).stage("pretrain")
     assert [group["lr"] for group in run.states["north"].optimizer.param_groups] == [0.01, 0.001]
     run.stage("finetune", range(1, 4))
@@ -886,7 +1059,11 @@ def test_the_learning_rate_decays_per_epoch(warm: bool, expected: list[float]) -
 def test_training_learns() -> None:
     run = Run(small(rounds=8, lr=0.05))
     run.stage("pretrain").stage("finetune", range(1, 9))
-    losses = [outs["north"].metrics["loss_rec"] for outs in run.outs if "loss_rec" in outs.get("north", Out()).metrics]
+    losses = [
+        outs["north"].metrics["loss_rec"]
+        for outs in run.outs
+        if "loss_rec" in outs.get("north", Out()).metrics
+    ]
     assert losses[7] < 0.9 * losses[0]
     assert losses[15] < 0.9 * losses[8]
 
@@ -902,7 +1079,9 @@ def test_an_item_vector_that_is_sent_says_nothing_of_other_users() -> None:
     """Before any training the upload depends on text alone."""
     state = METHOD.init_domain(small(), context("north", "init", 0))
     other = METHOD.init_domain(small(), context("north", "init", 0, seed=7))
-    one, two = (fedcrf.upload(s, {}, context("north", "pretrain", 1)).send[SERVER] for s in (state, other))
+    one, two = (
+        fedcrf.upload(s, {}, context("north", "pretrain", 1)).send[SERVER] for s in (state, other)
+    )
     np.testing.assert_array_equal(one["item_vectors"], two["item_vectors"])
 
 
@@ -927,10 +1106,14 @@ def test_scores_are_those_of_the_final_vectors_in_both_stages() -> None:
 def test_the_exported_vectors_score_alike() -> None:
     state = Run(small()).stage("pretrain").stage("finetune", range(1, 2)).states["south"]
     users = np.array([3, 0])
-    torch.testing.assert_close(METHOD.score_exported(METHOD.export(state), users), METHOD.score(state, users))
+    torch.testing.assert_close(
+        METHOD.score_exported(METHOD.export(state), users), METHOD.score(state, users)
+    )
 
 
-@pytest.mark.parametrize("cut", [("pretrain", 1), ("pretrain", 2), ("finetune", 1), ("finetune", 2)])
+@pytest.mark.parametrize(
+    "cut", [("pretrain", 1), ("pretrain", 2), ("finetune", 1), ("finetune", 2)]
+)
 def test_saved_and_continued_is_bit_for_bit_the_straight_run(cut: tuple[str, int]) -> None:
     config = small(epochs=3, refresh_every=2, rounds=3)
     straight = Run(config).stage("pretrain", range(1, 4))
@@ -947,14 +1130,18 @@ def test_saved_and_continued_is_bit_for_bit_the_straight_run(cut: tuple[str, int
 
     stage, after = cut
     if stage == "pretrain":
-        broken = reload(broken.stage("pretrain", range(1, after + 1))).stage("pretrain", range(after + 1, 4))
+        broken = reload(broken.stage("pretrain", range(1, after + 1))).stage(
+            "pretrain", range(after + 1, 4)
+        )
     else:
         broken.stage("pretrain", range(1, 4))
     close(straight)
     close(broken)
     straight.stage("finetune", range(1, 4))
     if stage == "finetune":
-        broken = reload(broken.stage("finetune", range(1, after + 1))).stage("finetune", range(after + 1, 4))
+        broken = reload(broken.stage("finetune", range(1, after + 1))).stage(
+            "finetune", range(after + 1, 4)
+        )
     else:
         broken.stage("finetune", range(1, 4))
     for name in SIZES:
@@ -979,7 +1166,10 @@ def test_declared_fields_are_what_is_sent() -> None:
     for outs in run.outs:
         for sender, out in outs.items():
             for receiver, payload in out.send.items():
-                sent |= {key: (receiver if sender == SERVER else sender, value) for key, value in payload.items()}
+                sent |= {
+                    key: (receiver if sender == SERVER else sender, value)
+                    for key, value in payload.items()
+                }
     sizes = {"K": 4, "dim": 5}
     assert set(sent) == {field.key for field in METHOD.fields}
     for field in METHOD.fields:

@@ -24,10 +24,14 @@ def shop(n_users: int, n_items: int) -> Interactions:
     """Users with 8 items each, in time order."""
     rng = np.random.default_rng(n_users)
     items = np.concatenate([rng.permutation(n_items)[:8] for _ in range(n_users)])
-    return Interactions.build(n_users, n_items, np.repeat(np.arange(n_users), 8), items, np.arange(len(items)))
+    return Interactions.build(
+        n_users, n_items, np.repeat(np.arange(n_users), 8), items, np.arange(len(items))
+    )
 
 
-def context(node: str, data: Interactions | None, stage: str = "federated", round: int = 1) -> Context:
+def context(
+    node: str, data: Interactions | None, stage: str = "federated", round: int = 1
+) -> Context:
     rng, torch_rng = generators(0, stage, round, node)
     torch.manual_seed(round)
     peers = tuple(name for name in NAMES if name != node)
@@ -35,14 +39,20 @@ def context(node: str, data: Interactions | None, stage: str = "federated", roun
 
 
 class Federation:
-    """Three domains and a server after the opening phases; `round()` runs one round and returns its messages."""
+    """Three domains and a server after the opening phases; `round()` runs one round and returns its
+    messages.
+    """
 
     def __init__(self, **sets: float) -> None:
         self.config = Config.model_validate({**SMALL, **sets})
         self.data = {"books": shop(40, 30), "films": shop(50, 25), "games": shop(30, 35)}
-        self.states = {"server": METHOD.init_server(self.config, context("server", None, "init", 0))}
+        self.states = {
+            "server": METHOD.init_server(self.config, context("server", None, "init", 0))
+        }
         for name in NAMES:
-            self.states[name] = METHOD.init_domain(self.config, context(name, self.data[name], "init", 0))
+            self.states[name] = METHOD.init_domain(
+                self.config, context(name, self.data[name], "init", 0)
+            )
         (self.stage,) = METHOD.stages(self.config)
         self.run(self.stage.open, 0)
 
@@ -74,21 +84,31 @@ def test_all_start_from_the_servers_parameters_and_from_items_of_their_own():
 
 
 def test_eq_1_the_average_weighs_domains_by_their_training_positions():
-    """Eq. (1): p_k = n_k / n, and Σ_k p_k w_k is what every domain holds after the round, bit for bit the same."""
+    """Eq. (1): p_k = n_k / n, and Σ_k p_k w_k is what every domain holds after the round, bit for
+    bit the same.
+    """
     run = Federation()
     up = {sender: payload for sender, receiver, payload, _ in run.round() if receiver == "server"}
     n = {name: n_targets(run.data[name]) for name in NAMES}
-    assert {name: payload[COUNT].tolist() for name, payload in up.items()} == {name: [n[name]] for name in NAMES}
+    assert {name: payload[COUNT].tolist() for name, payload in up.items()} == {
+        name: [n[name]] for name in NAMES
+    }
     for key in SHARING.parameters(run.net("books")):
-        expected = sum(n[name] / sum(n.values()) * up[name][key].astype(np.float64) for name in NAMES)
+        expected = sum(
+            n[name] / sum(n.values()) * up[name][key].astype(np.float64) for name in NAMES
+        )
         held = [SHARING.upload(run.net(name))[key] for name in NAMES]
         np.testing.assert_allclose(held[0], expected, rtol=1e-6, atol=1e-9)
         assert np.array_equal(held[0], held[1]) and np.array_equal(held[0], held[2])
-    assert not np.array_equal(up["books"]["blocks.0.feed.inner.weight"], up["films"]["blocks.0.feed.inner.weight"])
+    assert not np.array_equal(
+        up["books"]["blocks.0.feed.inner.weight"], up["films"]["blocks.0.feed.inner.weight"]
+    )
 
 
 def test_eq_2_is_added_to_every_batch_of_the_shared_parameters(monkeypatch):
-    """Eq. (2): the term told is the mean of (μ/2)‖w - w^t‖² over batches, w^t the parameters at the round's start."""
+    """Eq. (2): the term told is the mean of (μ/2)‖w - w^t‖² over batches, w^t the parameters at the
+    round's start.
+    """
     run = Federation(mu=3.0, lr=0.01)
     seen: dict[int, list] = {}
     real = fedsasrec.proximal
@@ -102,9 +122,11 @@ def test_eq_2_is_added_to_every_batch_of_the_shared_parameters(monkeypatch):
     start = [p.detach().clone() for p in SHARING.parameters(run.net("books")).values()]
     told = {sender: metrics for sender, receiver, _, metrics in run.round() if receiver == "server"}
     assert len(seen) == 3
-    batches = next(iter(seen.values()))  # of books, which runs first: 40 windows of 7 in batches of 8, two a window
+    # of books, which runs first: 40 windows of 7 in batches of 8, two a window
+    batches = next(iter(seen.values()))
     terms = [
-        3.0 / 2 * sum(((w - w0) ** 2).sum() for w, w0 in zip(batch, start, strict=True)).item() for batch in batches
+        3.0 / 2 * sum(((w - w0) ** 2).sum() for w, w0 in zip(batch, start, strict=True)).item()
+        for batch in batches
     ]
     assert terms[0] == 0 and all(term > 0 for term in terms[1:])
     assert min(terms[1:]) < told["books"]["penalty"] < max(terms)
@@ -114,10 +136,16 @@ def test_a_large_mu_holds_shared_parameters_back_and_not_the_items():
     def moved(mu: float) -> tuple[float, float]:
         run = Federation(mu=mu, lr=0.01, local_epochs=3)
         net = run.net("books")
-        before = [p.detach().clone() for p in SHARING.parameters(net).values()], net.items.detach().clone()
-        (up,) = [p for sender, receiver, p, _ in run.round() if (sender, receiver) == ("books", "server")]
+        before = (
+            [p.detach().clone() for p in SHARING.parameters(net).values()],
+            net.items.detach().clone(),
+        )
+        (up,) = [
+            p for sender, receiver, p, _ in run.round() if (sender, receiver) == ("books", "server")
+        ]
         shared = sum(
-            np.square(up[key] - p.numpy()).sum() for key, p in zip(SHARING.parameters(net), before[0], strict=True)
+            np.square(up[key] - p.numpy()).sum()
+            for key, p in zip(SHARING.parameters(net), before[0], strict=True)
         )
         return float(shared), float((net.items.detach() - before[1]).square().sum())
 
@@ -133,7 +161,9 @@ def test_without_mu_it_is_fedavg():
 
 
 def test_local_epochs_are_epochs():
-    """Three local epochs are three passes: the same shared parameters as three calls of the local training."""
+    """Three local epochs are three passes: the same shared parameters as three calls of the local
+    training.
+    """
     run, other = Federation(local_epochs=3), Federation(local_epochs=1)
     up = {sender: payload for sender, receiver, payload, _ in run.round() if receiver == "server"}
     ctx = context("books", other.data["books"])
@@ -161,8 +191,12 @@ def test_item_embeddings_in_an_upload_are_refused():
     (stage,) = METHOD.stages(Config())
     upload = {**SHARING.upload(run.net("books")), COUNT: np.array([1])}
     assert gate.check(stage, 1, {"server": upload})
-    with pytest.raises(LeakError, match="books → server: payload key 'items' is not declared for direction up"):
-        gate.check(stage, 1, {"server": {**upload, "items": run.net("books").items.detach().numpy()}})
+    with pytest.raises(
+        LeakError, match="books → server: payload key 'items' is not declared for direction up"
+    ):
+        gate.check(
+            stage, 1, {"server": {**upload, "items": run.net("books").items.detach().numpy()}}
+        )
 
 
 def test_the_servers_first_parameters_come_from_its_seed():
@@ -183,7 +217,8 @@ def test_it_is_federated_in_one_stage():
 
 
 def test_a_domain_scores_with_the_average():
-    """After a round the scores are those of the averaged network, not of the one that was trained."""
+    """After a round the scores are those of the averaged network, not of the one that was trained.
+    """
     run = Federation()
     state = run.states["books"]
     users = np.arange(5)
@@ -193,11 +228,15 @@ def test_a_domain_scores_with_the_average():
     vectors = user_vectors(state.net, run.data["books"])
     torch.testing.assert_close(after, vectors[users] @ state.net.items.T)
     assert not torch.equal(before, after)
-    assert np.array_equal(SHARING.upload(state.net)["positions"], run.states["server"].shared["positions"])
+    assert np.array_equal(
+        SHARING.upload(state.net)["positions"], run.states["server"].shared["positions"]
+    )
 
 
 def test_the_shipped_file_states_the_defaults_and_valid_presets():
-    text = importlib.resources.files("crossfed.methods.configs").joinpath("fedsasrec.yaml").read_text()
+    text = (
+        importlib.resources.files("crossfed.methods.configs").joinpath("fedsasrec.yaml").read_text()
+    )
     shipped = yaml.safe_load(text)
     assert Config.model_validate(shipped["config"]) == Config()
     for preset in shipped["presets"].values():

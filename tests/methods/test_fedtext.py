@@ -1,4 +1,6 @@
-"""FedText: its equations by hand, what is shared, where it starts, and what a domain alone starts from."""
+"""FedText: its equations by hand, what is shared, where it starts, and what a domain alone starts
+from.
+"""
 
 import numpy as np
 import pytest
@@ -35,9 +37,15 @@ def data() -> Interactions:
     return Interactions.build(20, 12, np.repeat(np.arange(20), 4), items)
 
 
-def context(data: Interactions | None, node: str = "shop", width: int = 6, peers: tuple[str, ...] = ()) -> Context:
+def context(
+    data: Interactions | None, node: str = "shop", width: int = 6, peers: tuple[str, ...] = ()
+) -> Context:
     rng, torch_rng = generators(0, "federated", 1, node)
-    text = {} if data is None else {"text": np.random.default_rng(1).normal(size=(12, width)).astype(np.float32)}
+    text = (
+        {}
+        if data is None
+        else {"text": np.random.default_rng(1).normal(size=(12, width)).astype(np.float32)}
+    )
     return Context(node, "federated", 1, peers, rng, torch_rng, torch.device("cpu"), data, text)
 
 
@@ -56,21 +64,28 @@ def test_eq_1_adds_an_offset_to_the_map_of_the_text():
 
 
 def test_eq_2_is_a_product_and_the_floor_at_its_weight():
-    """Eq. (2): p·z = 1·3 + 2·4 = 11 and 1·0 + 2·1 = 2; with κ = 10 and floors .5 and 0: 16 and 2."""
+    """Eq. (2): p·z = 1·3 + 2·4 = 11 and 1·0 + 2·1 = 2; with κ = 10 and floors .5 and 0: 16 and 2.
+    """
     p, z = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [0.0, 1.0]])
     assert scores(p, z, None, 10.0).tolist() == [[11, 2]]
     assert scores(p, z, torch.tensor([[0.5, 0.0]]), 10.0).tolist() == [[16, 2]]
 
 
 def test_eq_3_and_eq_4_by_hand():
-    """Eq. (3): mean of ln(1 + e^-(2 - 1)) and ln(1 + e^-(0 - 0)); Eq. (4): ln(e + 1) - 1 for logits (1, 0), item 0."""
+    """Eq. (3): mean of ln(1 + e^-(2 - 1)) and ln(1 + e^-(0 - 0)); Eq. (4): ln(e + 1) - 1 for logits
+    (1, 0), item 0.
+    """
     found = pair_loss(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 0.0]))
     assert float(found) == pytest.approx((np.log1p(np.exp(-1)) + np.log(2)) / 2)
-    assert float(softmax_loss(torch.tensor([[1.0, 0.0]]), torch.tensor([0]))) == pytest.approx(np.log(np.e + 1) - 1)
+    assert float(softmax_loss(torch.tensor([[1.0, 0.0]]), torch.tensor([0]))) == pytest.approx(
+        np.log(np.e + 1) - 1
+    )
 
 
 def test_eq_5_averages_the_map_by_interactions(data):
-    """Eq. (5): of maps 1 and 4 with 3 and 1 interactions the average is 1.75; nothing but the map is sent."""
+    """Eq. (5): of maps 1 and 4 with 3 and 1 interactions the average is 1.75; nothing but the map
+    is sent.
+    """
     assert n_pairs(data) == 80
     state = METHOD.init_server(Config(), context(None, SERVER))
     state.shared = {"tower.0.weight": np.zeros((1, 1), np.float32)}
@@ -104,7 +119,9 @@ def test_a_batchs_loss_is_that_of_eq_2_for_its_pairs(data, loss, start):
         touched = [items]
     expected = expected + 0.3 * state.net.users[users].square().sum() / 6
     expected = expected + 0.7 * sum(state.net.offsets[rows].square().sum() for rows in touched) / 6
-    torch.testing.assert_close(batch_loss(state, users, items, others), expected.detach(), check_dtype=False)
+    torch.testing.assert_close(
+        batch_loss(state, users, items, others), expected.detach(), check_dtype=False
+    )
 
 
 def test_it_begins_at_the_floor(data):
@@ -114,10 +131,14 @@ def test_it_begins_at_the_floor(data):
         state.net.users.zero_()
     x = np.zeros((20, 12), np.float32)
     x[data.users, data.items] = 1
-    expected = 10 * x @ floor_similarity(data, context(data).artifacts["text"], state.config).toarray()
+    expected = (
+        10 * x @ floor_similarity(data, context(data).artifacts["text"], state.config).toarray()
+    )
     users = np.array([3, 0])
     np.testing.assert_allclose(METHOD.score(state, users), expected[users], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(METHOD.score_exported(METHOD.export(state), users), METHOD.score(state, users))
+    torch.testing.assert_close(
+        METHOD.score_exported(METHOD.export(state), users), METHOD.score(state, users)
+    )
     assert set(METHOD.export(state)) == {"items", "scores", "n_items"}
     assert set(METHOD.export(domain(data))) == {"users", "items"}
 
@@ -135,7 +156,9 @@ def test_training_lowers_the_loss_and_leaves_offsets_where_they_are_dear(data):
 
 
 def test_the_server_draws_what_all_start_from(data):
-    """From its own generator, whatever the domains showed it: the same for two domains as for one alone."""
+    """From its own generator, whatever the domains showed it: the same for two domains as for one
+    alone.
+    """
     shown = introduce(domain(data), {}, context(data)).send[SERVER]
     drawn = []
     for peers in (("a", "b"), ("b",)):
@@ -149,18 +172,28 @@ def test_the_server_draws_what_all_start_from(data):
     assert not drawn[0]["tower.0.bias"].any()
     bound = np.sqrt(6 / (6 + 4))  # Xavier
     assert np.abs(drawn[0]["tower.0.weight"]).max() <= bound
-    assert first_tower({"x": (500, 500)}, torch.Generator().manual_seed(0))["x"].std() == pytest.approx(
-        np.sqrt(2 / 1000), rel=0.01
-    )
+    assert first_tower({"x": (500, 500)}, torch.Generator().manual_seed(0))[
+        "x"
+    ].std() == pytest.approx(np.sqrt(2 / 1000), rel=0.01)
 
 
 def test_texts_of_different_width_are_told(data):
     shown = {
-        name: introduce(METHOD.init_domain(Config(dim=4), context(data, width=width)), {}, context(data)).send[SERVER]
+        name: introduce(
+            METHOD.init_domain(Config(dim=4), context(data, width=width)), {}, context(data)
+        ).send[SERVER]
         for name, width in (("a", 6), ("b", 7))
     }
-    with pytest.raises(CrossfedError, match=r"b sent 'tower.0.weight' with shape \(4, 7\), but here it is \(4, 6\)"):
-        draw(METHOD.init_server(Config(), context(None)), shown, context(None, SERVER, peers=("a", "b")))
+    with pytest.raises(
+        CrossfedError,
+        match=r"b sent 'tower.0.weight' with shape \(4, 7\), but "
+        r"here it is \(4, 6\)",
+    ):
+        draw(
+            METHOD.init_server(Config(), context(None)),
+            shown,
+            context(None, SERVER, peers=("a", "b")),
+        )
 
 
 def test_a_network_has_private_parts_of_the_domains_size():

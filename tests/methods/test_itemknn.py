@@ -27,7 +27,9 @@ def trained(config: Config, data: Interactions):
 def data() -> Interactions:
     """Four users: {0, 1}, {0, 1}, {0, 2}, {1}. Items 0 and 1 have three users, item 2 has one, item
     3 none."""
-    return Interactions.build(4, 4, np.array([0, 0, 1, 1, 2, 2, 3]), np.array([0, 1, 0, 1, 0, 2, 1]))
+    return Interactions.build(
+        4, 4, np.array([0, 0, 1, 1, 2, 2, 3]), np.array([0, 1, 0, 1, 0, 2, 1])
+    )
 
 
 def test_eq_1_by_hand(data):
@@ -57,7 +59,9 @@ def test_eq_2_adds_up_what_the_items_of_a_history_speak_for(data):
     1, h = 0, user 2 = {0, 2}: item 0 speaks for 1 with 2/3, item 2 for 0 with 1/√3; item 2, which
     only keeps item 0, gets nothing from it."""
     state = trained(Config(shrinkage=0.0, neighbours=1), data)
-    np.testing.assert_allclose(METHOD.score(state, np.array([2]))[0], [3**-0.5, 2 / 3, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(
+        METHOD.score(state, np.array([2]))[0], [3**-0.5, 2 / 3, 0, 0], rtol=1e-6
+    )
 
 
 def test_what_it_recommends_from_is_a_setting(data):
@@ -71,7 +75,9 @@ def test_what_it_recommends_from_is_a_setting(data):
 
 def test_it_is_local_of_one_round_and_draws_nothing():
     (stage,) = METHOD.stages(Config())
-    assert METHOD.scope == Scope.LOCAL and METHOD.deterministic and stage.rounds == 1 and stage.local
+    assert (
+        METHOD.scope == Scope.LOCAL and METHOD.deterministic and stage.rounds == 1 and stage.local
+    )
 
 
 @pytest.mark.slow
@@ -84,7 +90,12 @@ def test_beauty_and_office_reach_what_was_measured(shared_data: Path, tmp_path: 
     from crossfed.platform.report.recording import run_recorded
 
     prepare("beauty-office", tmp_path / "data", shared_data)
-    values = {"data": tmp_path / "data", "out": tmp_path, "backend": "inprocess", "tracking.enabled": False}
+    values = {
+        "data": tmp_path / "data",
+        "out": tmp_path,
+        "backend": "inprocess",
+        "tracking.enabled": False,
+    }
     done = run_recorded(build("itemknn", values=values), finish=final_test)
     measured = {name: row["test"] for name, row in done.result["domains"].items()}
     for name, recall, ndcg in (("beauty", 0.1206, 0.0644), ("office", 0.1251, 0.0640)):

@@ -61,7 +61,9 @@ def test_eq_3_adds_text_at_its_weight(data):
     """Eq. (3): S = C + w T; without weight it is item-kNN."""
     for w in (0.1, 0.5):
         config = Config(text=w, text_neighbours=2)
-        expected = co_occurrence(data, config).toarray() + w * text_similarity(TEXT, config).toarray()
+        expected = (
+            co_occurrence(data, config).toarray() + w * text_similarity(TEXT, config).toarray()
+        )
         np.testing.assert_allclose(similarity(data, TEXT, config).toarray(), expected, rtol=1e-6)
     plain = itemknn.similarity(data, itemknn.Config(neighbours=3))
     assert (similarity(data, TEXT, Config(text=0, neighbours=3)) != plain).nnz == 0
@@ -71,10 +73,15 @@ def test_eq_4_adds_up_over_the_history(data):
     """Eq. (4): user 0 = {0, 3}, one text neighbour, w = .1. 0 speaks for 1 and 3, 3 for 0 and 2."""
     state = trained(Config(text_neighbours=1), data)
     expected = [2 / 12, 0.08, 0.01 / 1.01**0.5, 2 / 12, 0]
-    np.testing.assert_allclose(METHOD.score(state, np.array([0]))[0], expected, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        METHOD.score(state, np.array([0]))[0], expected, rtol=1e-5, atol=1e-7
+    )
     candidate = trained(Config(text_neighbours=1, text_of="candidate"), data)
     np.testing.assert_allclose(
-        METHOD.score(candidate, np.array([0]))[0], [2 / 12, 0.08, 0, 2 / 12, 0], rtol=1e-5, atol=1e-7
+        METHOD.score(candidate, np.array([0]))[0],
+        [2 / 12, 0.08, 0, 2 / 12, 0],
+        rtol=1e-5,
+        atol=1e-7,
     )
 
 
@@ -89,7 +96,9 @@ def test_what_it_recommends_from_is_a_setting(data):
 
 def test_it_is_local_of_one_round_and_draws_nothing():
     (stage,) = METHOD.stages(Config())
-    assert METHOD.scope == Scope.LOCAL and METHOD.deterministic and stage.rounds == 1 and stage.local
+    assert (
+        METHOD.scope == Scope.LOCAL and METHOD.deterministic and stage.rounds == 1 and stage.local
+    )
 
 
 @pytest.mark.slow
@@ -103,7 +112,12 @@ def test_beauty_and_office_reach_what_was_measured(shared_data: Path, tmp_path: 
     from crossfed.platform.report.recording import run_recorded
 
     prepare("beauty-office", tmp_path / "data", shared_data)
-    values = {"data": tmp_path / "data", "out": tmp_path, "backend": "inprocess", "tracking.enabled": False}
+    values = {
+        "data": tmp_path / "data",
+        "out": tmp_path,
+        "backend": "inprocess",
+        "tracking.enabled": False,
+    }
     done = run_recorded(build("knntext", values=values), finish=final_test)
     measured = {name: row["test"] for name, row in done.result["domains"].items()}
     for name, recall, ndcg in (("beauty", 0.1499, 0.0765), ("office", 0.1584, 0.0774)):

@@ -1,4 +1,6 @@
-"""LightGCN's equations against a slow node-by-node version, one training step against plain autograd, and its state."""
+"""LightGCN's equations against a slow node-by-node version, one training step against plain
+autograd, and its state.
+"""
 
 import importlib.resources
 import math
@@ -52,10 +54,14 @@ def slow_final(data: Interactions, ego: torch.Tensor, layers: int) -> torch.Tens
         last, level = levels[-1], torch.zeros_like(ego)
         for u in range(N_USERS):
             for i in of_user[u]:
-                level[u] += last[N_USERS + i] / math.sqrt(len(of_user[u])) / math.sqrt(len(of_item[i]))
+                level[u] += (
+                    last[N_USERS + i] / math.sqrt(len(of_user[u])) / math.sqrt(len(of_item[i]))
+                )
         for i in range(N_ITEMS):
             for u in of_item[i]:
-                level[N_USERS + i] += last[u] / math.sqrt(len(of_item[i])) / math.sqrt(len(of_user[u]))
+                level[N_USERS + i] += (
+                    last[u] / math.sqrt(len(of_item[i])) / math.sqrt(len(of_user[u]))
+                )
         levels.append(level)
     return sum(levels) / (layers + 1)
 
@@ -64,14 +70,21 @@ def slow_final(data: Interactions, ego: torch.Tensor, layers: int) -> torch.Tens
 
 
 def test_eq_7_from_eq_6(data):
-    """Eq. (7) built densely from A = [[0, R], [R^T, 0]] of Eq. (6): users first, symmetric, no self loops."""
+    """Eq. (7) built densely from A = [[0, R], [R^T, 0]] of Eq. (6): users first, symmetric, no self
+    loops.
+    """
     r = torch.zeros(N_USERS, N_ITEMS)
     r[data.users, data.items] = 1
     a = torch.cat(
-        [torch.cat([torch.zeros(N_USERS, N_USERS), r], 1), torch.cat([r.T, torch.zeros(N_ITEMS, N_ITEMS)], 1)]
+        [
+            torch.cat([torch.zeros(N_USERS, N_USERS), r], 1),
+            torch.cat([r.T, torch.zeros(N_ITEMS, N_ITEMS)], 1),
+        ]
     )
     scale = a.sum(1).clamp(min=1).pow(-0.5)
-    torch.testing.assert_close(lightgcn.adjacency(data).to_dense(), torch.diag(scale) @ a @ torch.diag(scale))
+    torch.testing.assert_close(
+        lightgcn.adjacency(data).to_dense(), torch.diag(scale) @ a @ torch.diag(scale)
+    )
 
 
 @pytest.mark.parametrize("layers", [0, 1, 2, 3])
@@ -96,9 +109,11 @@ def test_eq_5_by_hand():
 
 
 def test_eq_15_by_hand():
-    """Eq. (15), λ = 0.1, b = 2, dim = 1: u = [1, 2], i = [2, 0], j = [1, 1] in E, so differences 1 and -2.
+    """Eq. (15), λ = 0.1, b = 2, dim = 1: u = [1, 2], i = [2, 0], j = [1, 1] in E, so differences 1
+    and -2.
 
-    Rows of E^(0) with squares 1 + 4 + 9 + 16 + 25 + 36 = 91: -½ (ln σ(1) + ln σ(-2)) + 0.1 · ½ · 91 / 2.
+    Rows of E^(0) with squares 1 + 4 + 9 + 16 + 25 + 36 = 91: -½ (ln σ(1) + ln σ(-2)) + 0.1 · ½ · 91
+    / 2.
     """
     final_rows = torch.tensor([[[1.0], [2.0]], [[2.0], [0.0]], [[1.0], [1.0]]])
     ego_rows = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]], [[5.0], [6.0]]])
@@ -112,7 +127,9 @@ def test_eq_15_gradient_is_that_of_autograd():
     final_rows = torch.randn(3, 7, 5, requires_grad=True)
     ego_rows = torch.randn(3, 7, 5, requires_grad=True)
     user, positive, negative = final_rows
-    probability = torch.sigmoid(torch.einsum("bd,bd->b", user, positive) - torch.einsum("bd,bd->b", user, negative))
+    probability = torch.sigmoid(
+        torch.einsum("bd,bd->b", user, positive) - torch.einsum("bd,bd->b", user, negative)
+    )
     expected = -probability.log().sum() / 7 + 0.3 / 2 * ego_rows.norm() ** 2 / 7
     expected_final, expected_ego = torch.autograd.grad(expected, [final_rows, ego_rows])
     loss, to_final, to_ego = lightgcn.objective(final_rows.detach(), ego_rows.detach(), 0.3)
@@ -122,7 +139,9 @@ def test_eq_15_gradient_is_that_of_autograd():
 
 
 def test_an_epoch_is_plain_adam_on_the_slow_equations(data):
-    """Two epochs: the same batches through the slow version, autograd through every layer, and the unfused Adam."""
+    """Two epochs: the same batches through the slow version, autograd through every layer, and the
+    unfused Adam.
+    """
     config = Config(dim=3, layers=2, lr=0.02, batch_size=16, l2=0.05)
     state = fresh(data, config)
     ego = state.ego.detach().clone().requires_grad_()
@@ -133,7 +152,11 @@ def test_an_epoch_is_plain_adam_on_the_slow_equations(data):
         for u, i, j in bpr_epoch(data, 16, context(data, "train", epoch).rng):
             final = slow_final(data, ego, 2)
             difference = ((final[u] * final[N_USERS + i]) - (final[u] * final[N_USERS + j])).sum(1)
-            squares = ego[u].square().sum() + ego[N_USERS + i].square().sum() + ego[N_USERS + j].square().sum()
+            squares = (
+                ego[u].square().sum()
+                + ego[N_USERS + i].square().sum()
+                + ego[N_USERS + j].square().sum()
+            )
             loss = -torch.sigmoid(difference).log().mean() + 0.05 * 0.5 * squares / len(u)
             adam.zero_grad()
             loss.backward()
@@ -149,7 +172,9 @@ def test_an_epoch_is_plain_adam_on_the_slow_equations(data):
 
 
 def test_it_learns_two_tastes():
-    """Two groups of users that buy from two halves of the shelf: unseen items of one's own half come to score higher."""
+    """Two groups of users that buy from two halves of the shelf: unseen items of one's own half
+    come to score higher.
+    """
     rng = np.random.default_rng(0)
     users = np.repeat(np.arange(40), 6)
     items = np.concatenate([rng.permutation(12)[:6] + 12 * (user % 2) for user in range(40)])
@@ -159,7 +184,9 @@ def test_it_learns_two_tastes():
     scores = METHOD.score(state, np.arange(40)).numpy()
     own = (np.arange(24)[None, :] // 12) == (np.arange(40)[:, None] % 2)
     scores[users, items] = np.nan
-    own_half, other_half = (np.nanmean(np.where(mask, scores, np.nan), axis=1) for mask in (own, ~own))
+    own_half, other_half = (
+        np.nanmean(np.where(mask, scores, np.nan), axis=1) for mask in (own, ~own)
+    )
     assert (own_half > other_half + 0.5).all()
     assert metrics[-1]["loss"] < 0.7 * metrics[0]["loss"]
 
@@ -167,7 +194,9 @@ def test_it_learns_two_tastes():
 def test_without_layers_it_is_matrix_factorisation(data):
     state = fresh(data, Config(dim=4, layers=0))
     users = np.array([3, 0])
-    torch.testing.assert_close(METHOD.score(state, users), (state.ego[users] @ state.ego[N_USERS:].T).detach())
+    torch.testing.assert_close(
+        METHOD.score(state, users), (state.ego[users] @ state.ego[N_USERS:].T).detach()
+    )
 
 
 # --- State ---
@@ -179,9 +208,14 @@ def test_score_is_eq_5_for_every_item_and_exports_the_same(data):
     users = np.array([5, 11, 0])
     scores = METHOD.score(state, users)
     assert not scores.requires_grad
-    torch.testing.assert_close(scores, torch.stack([lightgcn.predict(final[u], final[N_USERS:]) for u in users]))
+    torch.testing.assert_close(
+        scores, torch.stack([lightgcn.predict(final[u], final[N_USERS:]) for u in users])
+    )
     exported = METHOD.export(state)
-    assert {name: tuple(value.shape) for name, value in exported.items()} == {"users": (12, 4), "items": (9, 4)}
+    assert {name: tuple(value.shape) for name, value in exported.items()} == {
+        "users": (12, 4),
+        "items": (9, 4),
+    }
     assert torch.equal(METHOD.score_exported(exported, users), scores)
 
 
@@ -208,7 +242,9 @@ def test_continuing_from_a_checkpoint_equals_a_straight_run_bit_for_bit(data, tm
     checkpoint.save(tmp_path / "shop", METHOD.state_dict(first))
     METHOD.score(second, np.array([0]))  # a cache that loading must drop
     METHOD.load_state_dict(second, checkpoint.load(tmp_path / "shop"))
-    assert torch.equal(METHOD.score(second, np.arange(N_USERS)), METHOD.score(first, np.arange(N_USERS)))
+    assert torch.equal(
+        METHOD.score(second, np.arange(N_USERS)), METHOD.score(first, np.arange(N_USERS))
+    )
     assert train(second, data, range(3, 5)) == expected[2:]
     assert torch.equal(second.ego, straight.ego)
     for key, value in straight.adam.state[straight.ego].items():
@@ -238,7 +274,9 @@ def test_a_state_saved_before_training_loads(data):
 
 
 def test_initial_embeddings(data):
-    """Xavier uniform per table: within √(6 / (rows + dim)); normal: standard deviation 0.1. The seed decides."""
+    """Xavier uniform per table: within √(6 / (rows + dim)); normal: standard deviation 0.1. The
+    seed decides.
+    """
     big = Interactions.build(500, 300, data.users, data.items)
     xavier = fresh(big, Config(dim=16)).ego
     for table, bound in ((xavier[:500], (6 / 516) ** 0.5), (xavier[500:], (6 / 316) ** 0.5)):
@@ -262,7 +300,9 @@ def test_it_is_local_and_sends_nothing():
 
 
 def test_the_shipped_file_states_the_defaults_and_valid_presets():
-    text = importlib.resources.files("crossfed.methods.configs").joinpath("lightgcn.yaml").read_text()
+    text = (
+        importlib.resources.files("crossfed.methods.configs").joinpath("lightgcn.yaml").read_text()
+    )
     shipped = yaml.safe_load(text)
     assert Config.model_validate(shipped["config"]) == Config()
     for preset in shipped["presets"].values():

@@ -1,4 +1,5 @@
-"""Clipping bounds, and the noise against the distribution it claims to have, by statistical tests."""
+"""Clipping bounds, and the noise against the distribution it claims to have, by statistical tests.
+"""
 
 import math
 
@@ -44,7 +45,9 @@ def test_a_clipping_bound_is_positive():
 
 @pytest.mark.parametrize(("bound", "epsilon"), [(1.0, 2.0), (1.0, 0.1), (0.5, 5.0)])
 def test_the_noise_is_laplace_of_scale_2c_over_epsilon(bound, epsilon):
-    """Kolmogorov–Smirnov, variance 2b², and no correlation between neighbouring coordinates; b = 2C/ε."""
+    """Kolmogorov–Smirnov, variance 2b², and no correlation between neighbouring coordinates; b =
+    2C/ε.
+    """
     scale = laplace_scale(2 * bound, epsilon)
     assert scale == 2 * bound / epsilon
     rng = np.random.default_rng(7)
@@ -59,7 +62,8 @@ def test_the_noise_is_laplace_of_scale_2c_over_epsilon(bound, epsilon):
 
 
 def test_the_likelihood_ratio_of_neighbours_is_bounded_by_epsilon():
-    """For any two clipped vectors and any output, |log p(o | x) − log p(o | y)| ≤ ε: the definition, on densities."""
+    """For any two clipped vectors and any output, |log p(o | x) − log p(o | y)| ≤ ε: the definition, on densities.
+    """
     bound, epsilon = 1.0, 2.0
     rng = np.random.default_rng(0)
     x, y = clip_l1(rng.normal(size=(2, 500, 16)).reshape(-1, 16), bound).reshape(2, 500, 16)
@@ -69,7 +73,9 @@ def test_the_likelihood_ratio_of_neighbours_is_bounded_by_epsilon():
     for output in outputs[::10]:
         ratio = (density.logpdf(output - x) - density.logpdf(output - y)).sum(1)
         assert (np.abs(ratio) <= epsilon + 1e-9).all()
-    assert (density.logpdf(0 * x[0]) - density.logpdf(x[0] - y[0])).sum() == pytest.approx(epsilon, rel=1e-6)
+    assert (density.logpdf(0 * x[0]) - density.logpdf(x[0] - y[0])).sum() == pytest.approx(
+        epsilon, rel=1e-6
+    )
 
 
 def test_noise_is_float32_and_drawn_from_the_generator():

@@ -50,4 +50,6 @@ def test_every_user_gets_the_same_and_the_saved_model_agrees(data):
 
 def test_it_is_local_of_one_round_and_draws_nothing():
     (stage,) = METHOD.stages(Config())
-    assert METHOD.scope == Scope.LOCAL and METHOD.deterministic and stage.rounds == 1 and stage.local
+    assert (
+        METHOD.scope == Scope.LOCAL and METHOD.deterministic and stage.rounds == 1 and stage.local
+    )

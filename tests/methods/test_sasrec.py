@@ -1,6 +1,7 @@
 """SASRec as a method: its state over the seam, its declaration, and numbers on real data.
 
-Eq. (1) to Eq. (11) are tested where they are: `parts/test_transformer.py` and `parts/test_next_item.py`.
+Eq. (1) to Eq. (11) are tested where they are: `parts/test_transformer.py` and
+`parts/test_next_item.py`.
 """
 
 import importlib.resources
@@ -49,12 +50,17 @@ def test_score_is_eq_9_for_every_item_and_exports_the_same(data):
     torch.testing.assert_close(scores, torch.tensor(expected))
     assert not scores.requires_grad
     exported = METHOD.export(state)
-    assert {name: tuple(value.shape) for name, value in exported.items()} == {"users": (20, 8), "items": (15, 8)}
+    assert {name: tuple(value.shape) for name, value in exported.items()} == {
+        "users": (20, 8),
+        "items": (15, 8),
+    }
     assert torch.equal(METHOD.score_exported(exported, users), scores)
 
 
 def test_it_recommends_from_what_it_is_shown(data):
-    """Swapping the last two items of every history changes the scores; showing the former histories brings them back."""
+    """Swapping the last two items of every history changes the scores; showing the former histories
+    brings them back.
+    """
     state = METHOD.init_domain(Config.model_validate(SMALL), context(data, "init", 0))
     everyone = np.arange(20)
     before = METHOD.score(state, everyone)
@@ -67,29 +73,44 @@ def test_it_recommends_from_what_it_is_shown(data):
 
 
 def test_training_lowers_the_loss(data):
-    state = METHOD.init_domain(Config.model_validate({**SMALL, "dropout": 0.0, "lr": 0.02}), context(data, "init", 0))
+    state = METHOD.init_domain(
+        Config.model_validate({**SMALL, "dropout": 0.0, "lr": 0.02}), context(data, "init", 0)
+    )
     metrics = train(state, data, range(1, 21))
     assert metrics[-1]["loss"] < 0.92 * metrics[0]["loss"]
 
 
 @pytest.mark.slow
 def test_ml_100k_reaches_what_it_should(shared_data):
-    """Leave-one-out, full ranking: popularity reaches a validation NDCG@10 of 0.03, ten epochs of SASRec three times that."""
+    """Leave-one-out, full ranking: popularity reaches a validation NDCG@10 of 0.03, ten epochs of
+    SASRec three times that.
+    """
     from crossfed.platform.data.splits import assign
     from crossfed.platform.evaluation.ranking import rank
 
     frame = pd.read_csv(shared_data / "movielens_100k" / "ml-100k.inter", sep="\t")
     frame = frame.sort_values("timestamp:float", kind="stable")
-    users, items = (pd.factorize(frame[name])[0].astype(np.int64) for name in ("user_id:token", "item_id:token"))
-    times, n_users, n_items = frame["timestamp:float"].to_numpy(np.int64), users.max() + 1, items.max() + 1
+    users, items = (
+        pd.factorize(frame[name])[0].astype(np.int64) for name in ("user_id:token", "item_id:token")
+    )
+    times, n_users, n_items = (
+        frame["timestamp:float"].to_numpy(np.int64),
+        users.max() + 1,
+        items.max() + 1,
+    )
     split = assign(users, items, times, n_users, "leave-one-out")
     known, held = (
-        Interactions.build(n_users, n_items, users[split == k], items[split == k], times[split == k]) for k in (0, 1)
+        Interactions.build(
+            n_users, n_items, users[split == k], items[split == k], times[split == k]
+        )
+        for k in (0, 1)
     )
 
     def measured(score) -> float:
         everyone = np.arange(n_users)
-        found = rank(score, everyone, known.indptr, known.items, held.indptr, held.items, n_items, [10])
+        found = rank(
+            score, everyone, known.indptr, known.items, held.indptr, held.items, n_items, [10]
+        )
         return found.macro["ndcg_at_10"]
 
     popular = torch.from_numpy(np.bincount(known.items, minlength=n_items)).float()

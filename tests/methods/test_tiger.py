@@ -1,6 +1,7 @@
 """TIGER as a method: its state over the seam and its declaration.
 
-Eq. (3), Eq. (8), Eq. (9) and Eq. (21) to Eq. (23) are tested by themselves in `parts/test_generative.py`.
+Eq. (3), Eq. (8), Eq. (9) and Eq. (21) to Eq. (23) are tested by themselves in
+`parts/test_generative.py`.
 """
 
 import copy
@@ -32,7 +33,9 @@ def data() -> Interactions:
 def context(data: Interactions, stage: str, round: int) -> Context:
     rng, torch_rng = generators(0, stage, round, "shop")
     torch.manual_seed(round)
-    return Context("shop", stage, round, (), rng, torch_rng, torch.device("cpu"), data, {"sids": SIDS})
+    return Context(
+        "shop", stage, round, (), rng, torch_rng, torch.device("cpu"), data, {"sids": SIDS}
+    )
 
 
 def start(data: Interactions, **sets: object) -> GenerativeLearner:
@@ -50,16 +53,23 @@ def test_eq_3_scores_are_sums_of_log_probabilities_of_the_codes(data):
         memory = state.net.encode(x, real)
         for item in range(15):
             log_p = state.net.target_codes(memory, torch.from_numpy(SIDS[[item]]))
-            expected = sum(float(told[0, code].detach()) for told, code in zip(log_p, SIDS[item], strict=True))
+            expected = sum(
+                float(told[0, code].detach()) for told, code in zip(log_p, SIDS[item], strict=True)
+            )
             assert float(found[row, item]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_eq_23_is_what_an_epoch_reports_and_lowers(data):
-    """Eq. (23): at a learning rate of nearly 0 the epoch's loss is that of all instances at the start."""
+    """Eq. (23): at a learning rate of nearly 0 the epoch's loss is that of all instances at the
+    start.
+    """
     state = start(data, lr=1e-12)
     told = train(state, {}, context(data, "train", 1)).metrics
     place = np.arange(1, 8)
-    begin, count = (data.indptr[:-1, None] + np.maximum(place - 6, 0)).ravel(), np.tile(np.minimum(place, 6), 20)
+    begin, count = (
+        (data.indptr[:-1, None] + np.maximum(place - 6, 0)).ravel(),
+        np.tile(np.minimum(place, 6), 20),
+    )
     target = state.sids[data.items.reshape(20, 8)[:, 1:].ravel()]
     with torch.no_grad():
         log_p = state.net.target_codes(state.encode(data, begin, count), target)
@@ -72,7 +82,9 @@ def test_eq_23_is_what_an_epoch_reports_and_lowers(data):
 
 
 def test_the_rate_follows_the_epoch(data):
-    """Warm-up of two epochs: half the rate in the first, all of it in the second, less in the third."""
+    """Warm-up of two epochs: half the rate in the first, all of it in the second, less in the
+    third.
+    """
     state = start(data, lr=0.01)
     rates = []
     for round in (1, 2, 3):

@@ -28,10 +28,14 @@ def shop(n_users: int, n_items: int) -> Interactions:
     """Users with 7 items each, in time order."""
     rng = np.random.default_rng(n_users)
     items = np.concatenate([rng.permutation(n_items)[:7] for _ in range(n_users)])
-    return Interactions.build(n_users, n_items, np.repeat(np.arange(n_users), 7), items, np.arange(len(items)))
+    return Interactions.build(
+        n_users, n_items, np.repeat(np.arange(n_users), 7), items, np.arange(len(items))
+    )
 
 
-def context(node: str, data: Interactions | None, stage: str = "federated", round: int = 1) -> Context:
+def context(
+    node: str, data: Interactions | None, stage: str = "federated", round: int = 1
+) -> Context:
     rng, torch_rng = generators(0, stage, round, node)
     torch.manual_seed(round)
     sids = np.stack(np.unravel_index(np.arange(16), (4, 4)), axis=1)
@@ -41,14 +45,20 @@ def context(node: str, data: Interactions | None, stage: str = "federated", roun
 
 
 class Federation:
-    """Two domains and a server after the opening phases; `round()` runs one round and returns its messages."""
+    """Two domains and a server after the opening phases; `round()` runs one round and returns its
+    messages.
+    """
 
     def __init__(self, **sets: float) -> None:
         self.config = Config.model_validate({**SMALL, **sets})
         self.data = {name: shop(*SIZES[name]) for name in NAMES}
-        self.states = {"server": METHOD.init_server(self.config, context("server", None, "init", 0))}
+        self.states = {
+            "server": METHOD.init_server(self.config, context("server", None, "init", 0))
+        }
         for name in NAMES:
-            self.states[name] = METHOD.init_domain(self.config, context(name, self.data[name], "init", 0))
+            self.states[name] = METHOD.init_domain(
+                self.config, context(name, self.data[name], "init", 0)
+            )
         (self.stage,) = METHOD.stages(self.config)
         self.run(self.stage.open, 0)
 
@@ -57,7 +67,9 @@ class Federation:
         for phase in phases:
             for name in ["server"] if phase.at == "server" else NAMES:
                 out = phase.step(
-                    self.states[name], mail.pop(name, {}), context(name, self.data.get(name), round=number)
+                    self.states[name],
+                    mail.pop(name, {}),
+                    context(name, self.data.get(name), round=number),
                 )
                 for receiver, payload in out.send.items():
                     mail.setdefault(receiver, {})[name] = payload
@@ -72,12 +84,16 @@ class Federation:
 
 
 def test_eq_1_the_average_weighs_domains_by_their_training_instances():
-    """Eq. (1): p_k = n_k / n; Σ_k p_k w_k of every parameter is what both domains hold after a round, to the last bit."""
+    """Eq. (1): p_k = n_k / n; Σ_k p_k w_k of every parameter is what both domains hold after a
+    round, to the last bit.
+    """
     run = Federation()
     up = {s: p for s, r, p, _ in run.round() if r == "server"}
     n = {name: n_targets(run.data[name]) for name in NAMES}
     assert n == {"books": 144, "films": 90}
-    assert {name: payload[COUNT].tolist() for name, payload in up.items()} == {name: [n[name]] for name in NAMES}
+    assert {name: payload[COUNT].tolist() for name, payload in up.items()} == {
+        name: [n[name]] for name in NAMES
+    }
     held = [SHARING.upload(run.net(name)) for name in NAMES]
     for key in held[0]:
         expected = sum(n[name] / 234 * up[name][key].astype(np.float64) for name in NAMES)
@@ -88,20 +104,26 @@ def test_eq_1_the_average_weighs_domains_by_their_training_instances():
 
 def test_every_parameter_is_shared():
     run = Federation()
-    assert set(SHARING.parameters(run.net("books"))) == {name for name, _ in run.net("books").named_parameters()}
+    assert set(SHARING.parameters(run.net("books"))) == {
+        name for name, _ in run.net("books").named_parameters()
+    }
     first = [SHARING.upload(run.net(name)) for name in NAMES]
     assert all(np.array_equal(first[0][key], first[1][key]) for key in first[0])
 
 
 def test_eq_2_is_added_to_every_batch(monkeypatch):
-    """Eq. (2): (μ/2)‖w - w^t‖² over all parameters, w^t the average that the round starts from; 0 in the first batch."""
+    """Eq. (2): (μ/2)‖w - w^t‖² over all parameters, w^t the average that the round starts from; 0
+    in the first batch.
+    """
     run = Federation(mu=3.0)
     start = [p.detach().clone() for p in run.net("books").parameters()]
     seen = []
     real = tiger_fedavg.proximal
 
     def look(parameters, reference, mu):
-        far = sum(float((w.detach() - w0).square().sum()) for w, w0 in zip(parameters, start, strict=True))
+        far = sum(
+            float((w.detach() - w0).square().sum()) for w, w0 in zip(parameters, start, strict=True)
+        )
         term = real(parameters, reference, mu)
         seen.append((3.0 / 2 * far, float(term.detach())))
         return term
@@ -136,7 +158,9 @@ def test_the_loss_falls_over_rounds_and_the_rate_follows_the_round():
 
 
 def test_local_epochs_are_epochs():
-    """Three local epochs are three passes: the same parameters as three calls of the local training."""
+    """Three local epochs are three passes: the same parameters as three calls of the local
+    training.
+    """
     run, other = Federation(local_epochs=3), Federation()
     up = {s: p for s, r, p, _ in run.round() if r == "server"}
     ctx = context("books", other.data["books"])
@@ -151,12 +175,16 @@ def test_what_is_not_a_parameter_is_refused():
     gate = Gate(METHOD, run.config, "books", {"server": 0, "books": 14, "films": 12}, 24)
     upload = {**SHARING.upload(run.net("books")), COUNT: np.array([1])}
     assert gate.check(run.stage, 1, {"server": upload})
-    with pytest.raises(LeakError, match="books → server: payload key 'sids' is not declared for direction up"):
+    with pytest.raises(
+        LeakError, match="books → server: payload key 'sids' is not declared for direction up"
+    ):
         gate.check(run.stage, 1, {"server": {**upload, "sids": run.states["books"].sids.numpy()}})
 
 
 def test_at_the_papers_sizes_17_4_megabytes_go_up():
-    count = sum(p.numel() for p in SHARING.parameters(Generator(Config(), torch.Generator())).values())
+    count = sum(
+        p.numel() for p in SHARING.parameters(Generator(Config(), torch.Generator())).values()
+    )
     assert round(4 * count / 1e6, 1) == 17.4
 
 
@@ -168,7 +196,11 @@ def test_it_is_federated_in_one_stage():
 
 
 def test_the_shipped_file_states_the_defaults_and_valid_presets():
-    text = importlib.resources.files("crossfed.methods.configs").joinpath("tiger_fedavg.yaml").read_text()
+    text = (
+        importlib.resources.files("crossfed.methods.configs")
+        .joinpath("tiger_fedavg.yaml")
+        .read_text()
+    )
     shipped = yaml.safe_load(text)
     assert Config.model_validate(shipped["config"]) == Config()
     for preset in shipped["presets"].values():

@@ -1,13 +1,15 @@
-"""The mutation check: break methods, evaluation, privacy and tuning in small ways, and see whether a test notices.
+"""The mutation check: break methods, evaluation, privacy and tuning in small ways, and see whether
+a test notices.
 
     python tests/mutation/check.py                           all modules; hours on two cores
     python tests/mutation/check.py --only fedcrf ranking     some modules
     python tests/mutation/check.py --per-function 5          a sample of each function's mutants
 
-Each module is examined in a process of its own, forked from one that has torch imported. It collects the module's tests once,
-runs them once to learn which test calls which function and how long it takes, and then forks once per mutant: the child
-puts the mutated code into the functions that are in memory and runs the tests that call them, the quickest first, until one
-fails. See README.md beside this file.
+Each module is examined in a process of its own, forked from one that has torch imported. It
+collects the module's tests once, runs them once to learn which test calls which function and how
+long it takes, and then forks once per mutant: the child puts the mutated code into the functions
+that are in memory and runs the tests that call them, the quickest first, until one fails. See
+README.md beside this file.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ from mutate import Mutant, mutants, mutated
 
 ROOT = Path(__file__).resolve().parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.yaml")
-PATTERNS = ("methods/**/*.py", "platform/evaluation/**/*.py", "platform/**/privacy.py", "tuning/**/*.py")
+PATTERNS = (
+    "methods/**/*.py",
+    "platform/evaluation/**/*.py",
+    "platform/**/privacy.py",
+    "tuning/**/*.py",
+)
 DRAWN = ("figures", "report", "tables")
 """Modules left out unless they are named: how a page looks is not a number."""
 
@@ -56,7 +63,9 @@ Function = tuple[str, int]  # qualified name, first line
 
 def targets(only: list[str]) -> list[Path]:
     """The modules to mutate; by name without `.py` where some are asked for."""
-    files = sorted({file for pattern in PATTERNS for file in ROOT.glob(pattern) if file.name != "__init__.py"})
+    files = sorted(
+        {file for pattern in PATTERNS for file in ROOT.glob(pattern) if file.name != "__init__.py"}
+    )
     return [file for file in files if (file.stem in only if only else file.stem not in DRAWN)]
 
 
@@ -94,7 +103,11 @@ class Baseline:
 
     def tests(self, function: Function, longest: float) -> list[str]:
         """Tests that call a function, the quickest first."""
-        found = [test for test, calls in self.calls.items() if function in calls and self.seconds[test] <= longest]
+        found = [
+            test
+            for test, calls in self.calls.items()
+            if function in calls and self.seconds[test] <= longest
+        ]
         return sorted(found, key=lambda test: self.seconds[test])
 
     def within(self, tests: list[str], budget: float) -> list[str]:
@@ -121,10 +134,14 @@ class Check:
         """Examine the module; no test is run in this process itself."""
         items = {item.nodeid: item for item in session.items}
         loaded: ModuleType = importlib.import_module(module_name(self.module))
-        assert Path(loaded.__file__ or "").resolve() == self.module, f"{loaded.__file__} is not {self.module}"
+        assert Path(loaded.__file__ or "").resolve() == self.module, (
+            f"{loaded.__file__} is not {self.module}"
+        )
         done, told = in_child(lambda: self.baseline(items), 1200)
         if not done or told is None:
-            self.rows.append({"module": self.module.stem, "status": "broken", "name": "the tests do not end"})
+            self.rows.append(
+                {"module": self.module.stem, "status": "broken", "name": "the tests do not end"}
+            )
             return True
         baseline = Baseline(
             {test: {(name, line) for name, line in calls} for test, calls in told["calls"].items()},
@@ -164,7 +181,9 @@ class Check:
         return sorted(kept, key=lambda mutant: mutant.index)
 
     def baseline(self, items: dict[str, pytest.Item]) -> dict[str, Any]:
-        """Run all tests once and note which functions of the module each calls, and for how long it runs."""
+        """Run all tests once and note which functions of the module each calls, and for how long it
+        runs.
+        """
         file, called = str(self.module), set[Function]()
 
         def trace(frame: FrameType, event: str, _: Any) -> None:
@@ -192,7 +211,11 @@ class Check:
         for item in order:
             if item.nodeid in calls and wide(item):
                 calls[item.nodeid] |= shared[str(item.path)]
-        return {"calls": {test: sorted(found) for test, found in calls.items()}, "seconds": seconds, "failed": failed}
+        return {
+            "calls": {test: sorted(found) for test, found in calls.items()},
+            "seconds": seconds,
+            "failed": failed,
+        }
 
     def examine(
         self,
@@ -263,7 +286,9 @@ def put_in(tree: Any, file: str, live: dict[Function, list[FunctionType]]) -> No
 
 
 def in_child(work: Any, limit: float) -> tuple[bool, Any]:
-    """What `work` returns in a forked process (None when it dies), and whether it ended within `limit` seconds."""
+    """What `work` returns in a forked process (None when it dies), and whether it ended within
+    `limit` seconds.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -302,7 +327,9 @@ def known() -> dict[str, dict[str, str]]:
     """Equivalent mutants by module: name -> why no test can notice."""
     import yaml
 
-    return yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8")) or {} if EQUIVALENT.is_file() else {}
+    return (
+        yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8")) or {} if EQUIVALENT.is_file() else {}
+    )
 
 
 def report(rows: list[dict[str, Any]]) -> int:
@@ -330,15 +357,34 @@ def examine(module: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     files = tests_of(module)
     if not files:
         every = mutants(module.read_text(encoding="utf-8"))
-        return [{"module": module.stem, "name": m.name, "line": m.at, "status": "uncovered"} for m in every]
+        return [
+            {"module": module.stem, "name": m.name, "line": m.at, "status": "uncovered"}
+            for m in every
+        ]
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
         check = Check(module, options)
-        arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=0", "-o", "addopts="]
+        arguments = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "--timeout=0",
+            "-o",
+            "addopts=",
+        ]
         arguments += ["-k", options.keyword] if options.keyword else []
-        arguments += ["--import-mode=importlib", "-m", "not slow", "--rootdir", str(ROOT), *map(str, files)]
+        arguments += [
+            "--import-mode=importlib",
+            "-m",
+            "not slow",
+            "--rootdir",
+            str(ROOT),
+            *map(str, files),
+        ]
         pytest.main(arguments, plugins=[check])
         with os.fdopen(writing, "w") as stream:
             stream.write("".join(json.dumps(row) + "\n" for row in check.rows))
@@ -352,13 +398,23 @@ def examine(module: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Examine the modules that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="MODULE", help="modules by name, such as fedcrf")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="MODULE", help="modules by name, such as fedcrf"
+    )
     parser.add_argument("--match", help="mutants whose name this regular expression finds")
     parser.add_argument("--per-function", type=int, help="so many mutants of each function at most")
-    parser.add_argument("-k", dest="keyword", help="tests to use, as pytest takes it: leave slow ones out")
-    parser.add_argument("--longest", type=float, default=20.0, help="seconds of a test beyond which it is left out")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests per mutant at most")
+    parser.add_argument(
+        "-k", dest="keyword", help="tests to use, as pytest takes it: leave slow ones out"
+    )
+    parser.add_argument(
+        "--longest", type=float, default=20.0, help="seconds of a test beyond which it is left out"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=60.0, help="seconds of tests per mutant at most"
+    )
     parser.add_argument("--out", type=Path, help="JSON lines to append all rows to")
     options = parser.parse_args()
     import torch

@@ -1,8 +1,8 @@
 """Mutants of a module: the same source with one small fault in one function.
 
-What is changed is arithmetic, comparisons, logic, numbers, reductions (mean for sum, min for max), gradients (`detach` left
-out), clamps and roots, and statements that are left out. Text, errors, assertions and annotations stay as they are: a fault
-there is no wrong number.
+What is changed is arithmetic, comparisons, logic, numbers, reductions (mean for sum, min for max),
+gradients (`detach` left out), clamps and roots, and statements that are left out. Text, errors,
+assertions and annotations stay as they are: a fault there is no wrong number.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ class Mutant:
     """One fault.
 
     Attributes:
-        function: qualified name of the innermost function that holds it. line: where that function begins, and `at` where
-            the fault is.
-        change: the expression before and after; with `function` its name, which a moved line does not change.
+        function: qualified name of the innermost function that holds it. line: where that function
+            begins, and `at` where the fault is.
+        change: the expression before and after; with `function` its name, which a moved line does
+            not change.
         index: its number in the module.
     """
 
@@ -115,11 +116,17 @@ def replacements(node: ast.AST) -> Iterator[ast.AST]:
         yield _with(node, op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub | ast.Invert):
         yield node.operand
-    elif isinstance(node, ast.If | ast.IfExp) and not isinstance(node.test, ast.Compare | ast.UnaryOp):
+    elif isinstance(node, ast.If | ast.IfExp) and not isinstance(
+        node.test, ast.Compare | ast.UnaryOp
+    ):
         yield _with(node, test=ast.UnaryOp(ast.Not(), node.test))
     elif isinstance(node, ast.Constant) and (changed := _number(node.value)) is not None:
         yield ast.Constant(changed)
-    elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant) and node.value.value in SIDES:
+    elif (
+        isinstance(node, ast.keyword)
+        and isinstance(node.value, ast.Constant)
+        and node.value.value in SIDES
+    ):
         yield _with(node, value=ast.Constant(SIDES[node.value.value]))
     elif isinstance(node, ast.Call):
         name = _call_name(node)
@@ -136,7 +143,11 @@ def replacements(node: ast.AST) -> Iterator[ast.AST]:
                 yield node.args[0]
             elif not library and isinstance(node.func, ast.Attribute):
                 yield node.func.value
-    effect = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _call_name(node.value) not in SILENT
+    effect = (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and _call_name(node.value) not in SILENT
+    )
     if isinstance(node, ast.AugAssign) or effect:
         yield ast.Pass()
 
@@ -149,7 +160,8 @@ def _with(node: ast.AST, **fields: object) -> ast.AST:
 
 
 class _Walk(ast.NodeTransformer):
-    """Visits all places of all functions in order; puts one replacement in where `wanted` says so."""
+    """Visits all places of all functions in order; puts one replacement in where `wanted` says so.
+    """
 
     def __init__(self, wanted: int | None) -> None:
         self.wanted, self.names, self.found = wanted, [], []
@@ -163,7 +175,8 @@ class _Walk(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         def body() -> None:
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])  # as Python counts
+            # as Python counts
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             self.functions.append((".".join(self.names), first))
             self.names.append("<locals>")
             node.body = [self.visit(statement) for statement in node.body]
@@ -173,13 +186,16 @@ class _Walk(ast.NodeTransformer):
         return self._scope(node, body)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        return self._scope(node, lambda: setattr(node, "body", [self.visit(statement) for statement in node.body]))
+        return self._scope(
+            node, lambda: setattr(node, "body", [self.visit(statement) for statement in node.body])
+        )
 
     def visit_Raise(self, node: ast.Raise) -> ast.AST:
         return node
 
     def visit_keyword(self, node: ast.keyword) -> ast.AST:
-        return node if node.arg == "strict" else self.generic_visit(node)  # zip's guard, not a value
+        # zip's guard, not a value
+        return node if node.arg == "strict" else self.generic_visit(node)
 
     visit_Assert = visit_JoinedStr = visit_Import = visit_ImportFrom = visit_Raise
 
@@ -194,7 +210,9 @@ class _Walk(ast.NodeTransformer):
                 name, line = self.functions[-1]
                 index = len(self.found)
                 before, after = _short(node, changed)
-                self.found.append(Mutant(name, line, getattr(node, "lineno", line), f"{before} -> {after}", index))
+                self.found.append(
+                    Mutant(name, line, getattr(node, "lineno", line), f"{before} -> {after}", index)
+                )
                 if index == self.wanted:
                     return ast.copy_location(changed, node)
         return super().generic_visit(node)
@@ -207,7 +225,8 @@ def _short(node: ast.AST, changed: ast.AST) -> tuple[str, str]:
 
 
 def mutants(source: str) -> list[Mutant]:
-    """All mutants of a module's source; equal changes in one function are told apart by a number."""
+    """All mutants of a module's source; equal changes in one function are told apart by a number.
+    """
     walk = _Walk(None)
     walk.visit(ast.parse(source))
     seen: Counter[str] = Counter()
@@ -215,7 +234,9 @@ def mutants(source: str) -> list[Mutant]:
     for mutant in walk.found:
         seen[mutant.name] += 1
         again = f" ({seen[mutant.name]})" if seen[mutant.name] > 1 else ""
-        told.append(Mutant(mutant.function, mutant.line, mutant.at, mutant.change + again, mutant.index))
+        told.append(
+            Mutant(mutant.function, mutant.line, mutant.at, mutant.change + again, mutant.index)
+        )
     return told
 
 

@@ -1,4 +1,6 @@
-"""The mutation check checked: what it changes, and that it tells a tested function from an untested one."""
+"""The mutation check checked: what it changes, and that it tells a tested function from an untested
+one.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,16 @@ def mutate() -> ModuleType:
 )
 def test_what_is_changed(mutate: ModuleType, expression: str, changes: list[str]) -> None:
     source = f"def f(a, b):\n    return {expression}\n"
-    bodies = [mutate.mutated(source, mutant.index).body[0].body[0] for mutant in mutate.mutants(source)]
+    bodies = [
+        mutate.mutated(source, mutant.index).body[0].body[0] for mutant in mutate.mutants(source)
+    ]
     assert [ast.unparse(body).removeprefix("return ") for body in bodies] == changes
 
 
 def test_errors_annotations_and_what_is_outside_functions_stay(mutate: ModuleType) -> None:
-    source = "X = 1 + 2\n\ndef f(a: 'b' = 3) -> 'c':\n    assert a > 1\n    raise ValueError(a + 1)\n"
+    source = (
+        "X = 1 + 2\n\ndef f(a: 'b' = 3) -> 'c':\n    assert a > 1\n    raise ValueError(a + 1)\n"
+    )
     assert mutate.mutants(source) == []
 
 
@@ -78,7 +84,11 @@ def test_the_first_line_is_that_of_the_decorator_as_python_counts(mutate: Module
     source = "@a\n@b\ndef f():\n    def g():\n        return 1\n    return g\n"
     (mutant,) = mutate.mutants(source)
     inner = compile(source, "f", "exec").co_consts[0].co_consts[1]
-    assert (mutant.function, mutant.line) == (inner.co_qualname, inner.co_firstlineno) == ("f.<locals>.g", 4)
+    assert (
+        (mutant.function, mutant.line)
+        == (inner.co_qualname, inner.co_firstlineno)
+        == ("f.<locals>.g", 4)
+    )
     source = "@a\ndef f():\n    return 1\n"
     (mutant,) = mutate.mutants(source)
     assert mutant.line == compile(source, "f", "exec").co_consts[0].co_firstlineno == 1
@@ -88,7 +98,16 @@ def test_the_first_line_is_that_of_the_decorator_as_python_counts(mutate: Module
 def test_a_fault_in_a_tested_function_is_seen(tmp_path: Path) -> None:
     """BPR has two operators that mutants change, and tests that are quick."""
     out = tmp_path / "rows.jsonl"
-    command = [sys.executable, str(HERE / "check.py"), "--only", "losses", "--match", "^bpr: ", "--out", str(out)]
+    command = [
+        sys.executable,
+        str(HERE / "check.py"),
+        "--only",
+        "losses",
+        "--match",
+        "^bpr: ",
+        "--out",
+        str(out),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=280)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 2 and {row["status"] for row in rows} == {"killed"}

@@ -1,4 +1,5 @@
-"""A notebook that writes a method: every domain recommends what is popular in it, then shares how popular.
+"""A notebook that writes a method: every domain recommends what is popular in it, then shares how
+popular.
 
 marimo edit tests/notebooks/write_a_method.py
 """

@@ -1,4 +1,6 @@
-"""Committed rounds: what a damaged one does to a run, on toy methods whose answer is known, and that nothing is unpickled."""
+"""Committed rounds: what a damaged one does to a run, on toy methods whose answer is known, and
+that nothing is unpickled.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,10 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     """What must not depend on what happened on the way."""
     result = json.loads((run_dir / "result.json").read_text())
     history = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
-    return {"history": [row | {"seconds": 0} for row in history], **{key: result[key] for key in ("domains", "bytes")}}
+    return {
+        "history": [row | {"seconds": 0} for row in history],
+        **{key: result[key] for key in ("domains", "bytes")},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +93,10 @@ def straight(shops: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def interrupted(shops: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Commits 2 and 3 of five rounds are there; round 4 was run and not committed."""
     run_dir = start(shops, tmp_path_factory.mktemp("interrupted"), 4)
-    assert [path.name for path in Checkpoints(run_dir, NODES).committed()] == ["commit-000002", "commit-000003"]
+    assert [path.name for path in Checkpoints(run_dir, NODES).committed()] == [
+        "commit-000002",
+        "commit-000003",
+    ]
     return run_dir
 
 
@@ -122,14 +130,22 @@ def test_a_damaged_commit_is_passed_over(
     DAMAGE[damage](run_dir / "checkpoints" / "commit-000003" / file)
     told = resume(run_dir)
     assert outcome(run_dir) == straight
-    assert [line for line in told if line.endswith("; going back to commit-000002, the commit before")]
+    assert [
+        line for line in told if line.endswith("; going back to commit-000002, the commit before")
+    ]
     assert any("continuing after round 2" in line for line in told)
 
 
-def test_a_sound_commit_is_the_one_that_is_used(interrupted: Path, straight: dict[str, Any], tmp_path: Path) -> None:
+def test_a_sound_commit_is_the_one_that_is_used(
+    interrupted: Path, straight: dict[str, Any], tmp_path: Path
+) -> None:
     run_dir = shutil.copytree(interrupted, tmp_path / "run")
     told = " ".join(resume(run_dir))
-    assert outcome(run_dir) == straight and "continuing after round 3" in told and "going back" not in told
+    assert (
+        outcome(run_dir) == straight
+        and "continuing after round 3" in told
+        and "going back" not in told
+    )
 
 
 def test_what_was_not_committed_is_not_read(interrupted: Path, tmp_path: Path) -> None:
@@ -137,15 +153,29 @@ def test_what_was_not_committed_is_not_read(interrupted: Path, tmp_path: Path) -
     run_dir = shutil.copytree(interrupted, tmp_path / "run")
     folder = run_dir / "checkpoints" / "commit-000003"
     checkpoint.save(folder / "books.uploaded", {"x": np.zeros(3)})
-    with pytest.raises(CrossfedError, match=r"books\.uploaded\.json, books\.uploaded\.safetensors, which was not"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"books\.uploaded\.json, "
+        r"books\.uploaded\.safetensors, which was not",
+    ):
         Checkpoints(run_dir, NODES).check(folder)
 
 
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_best_state_that_rots_after_it_was_written_is_found_out(resumed: bool, shops: Path, tmp_path: Path) -> None:
-    """It is linked from commit to commit; its hash is that of the bytes that were written, not of those that are there."""
+def test_a_best_state_that_rots_after_it_was_written_is_found_out(
+    resumed: bool, shops: Path, tmp_path: Path
+) -> None:
+    """It is linked from commit to commit; its hash is that of the bytes that were written, not of
+    those that are there.
+    """
     (tmp_path / "config.yaml").touch()
-    plan = Plan(build("toys:AVERAGE", values=values(shops, tmp_path)), shops, NODES[1:], tmp_path, tmp_path / "cache")
+    plan = Plan(
+        build("toys:AVERAGE", values=values(shops, tmp_path)),
+        shops,
+        NODES[1:],
+        tmp_path,
+        tmp_path / "cache",
+    )
     nodes, kept = InProcess(), Checkpoints(tmp_path, NODES)
     nodes.start(plan, {})
     nodes.each("keep", dict.fromkeys(NODES, ()))
@@ -159,21 +189,31 @@ def test_a_best_state_that_rots_after_it_was_written_is_found_out(resumed: bool,
         nodes.load_state(first)
     assert kept.check(commit(2)) == {}
     flip(first / "games.best.safetensors")
-    with pytest.raises(CrossfedError, match=r"games\.best\.safetensors differs from what was written"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"games\.best\.safetensors differs from what was "
+        r"written",
+    ):
         kept.check(commit(3))
     nodes.stop()
 
 
-def test_where_no_commit_is_sound_the_run_stops_in_one_sentence(interrupted: Path, tmp_path: Path) -> None:
+def test_where_no_commit_is_sound_the_run_stops_in_one_sentence(
+    interrupted: Path, tmp_path: Path
+) -> None:
     run_dir = shutil.copytree(interrupted, tmp_path / "run")
     for number in (2, 3):
         flip(run_dir / "checkpoints" / f"commit-00000{number}" / "games.safetensors")
     with pytest.raises(
-        CrossfedError, match=r"No commit in .* is sound \(.*games\.safetensors differs.*\); .* delete it"
+        CrossfedError,
+        match=r"No commit in .* is sound \(.*games\.safetensors differs.*\); .* "
+        r"delete it",
     ):
         resume(run_dir)
     shutil.rmtree(run_dir / "checkpoints")
-    assert "continuing" not in " ".join(resume(run_dir)), "as the sentence says, the run starts from the beginning"
+    assert "continuing" not in " ".join(resume(run_dir)), (
+        "as the sentence says, the run starts from the beginning"
+    )
 
 
 @pytest.mark.parametrize("log", ["history.jsonl", "ledger.jsonl"])
@@ -181,13 +221,19 @@ def test_a_log_that_lost_its_end_goes_back_with_the_commit(
     log: str, interrupted: Path, straight: dict[str, Any], tmp_path: Path
 ) -> None:
     run_dir = shutil.copytree(interrupted, tmp_path / "run")
-    committed = json.loads((run_dir / "checkpoints" / "commit-000003" / "progress.json").read_text())["logs"]
+    committed = json.loads(
+        (run_dir / "checkpoints" / "commit-000003" / "progress.json").read_text()
+    )["logs"]
     file = run_dir / log
     file.write_bytes(file.read_bytes()[: committed[log.split(".")[0]]["bytes"] - 1])
     resume(run_dir)
     assert outcome(run_dir) == straight
     flip(file)  # a run whose end is there, but not what it came from, is not taken for finished
-    with pytest.raises(CrossfedError, match=rf"No commit .* is sound \(the first .* bytes of .*{log} differ"):
+    with pytest.raises(
+        CrossfedError,
+        match=rf"No commit .* is sound \(the first .* bytes of "
+        rf".*{log} differ",
+    ):
         resume(run_dir)
 
 
@@ -195,7 +241,11 @@ def test_nothing_is_committed_before_every_part_is_there(tmp_path: Path) -> None
     kept = Checkpoints(tmp_path, ("books", "films"))
     partial = kept.open(1)
     files = checkpoint.save(partial / "books", {"x": 1})
-    with pytest.raises(CrossfedError, match=r"is not complete: films\.json, films\.safetensors is missing"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"is not complete: films\.json, films\.safetensors "
+        r"is missing",
+    ):
         kept.commit(partial, {}, files)
     told = checkpoint.save(partial / "films", {"x": 2})
     (partial / "films.safetensors").unlink()
@@ -237,17 +287,37 @@ def _unsafe(tree: ast.AST) -> list[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             call = ast.unparse(node.func)
             given = {word.arg: ast.unparse(word.value) for word in node.keywords}
-            if call in ("torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "pd.read_pickle"):
+            if call in (
+                "torch.load",
+                "yaml.load",
+                "yaml.unsafe_load",
+                "yaml.full_load",
+                "pd.read_pickle",
+            ):
                 found.append(call)
-            if call in ("np.load", "numpy.load", "np.save", "numpy.save") and given.get("allow_pickle") != "False":
+            if (
+                call in ("np.load", "numpy.load", "np.save", "numpy.save")
+                and given.get("allow_pickle") != "False"
+            ):
                 found.append(f"{call} without allow_pickle=False")
     return found
 
 
 def test_nothing_that_is_read_can_hold_code() -> None:
-    sources = [path for room in ("platform", "methods", "tuning") for path in (ROOT / room).rglob("*.py")]
+    sources = [
+        path for room in ("platform", "methods", "tuning") for path in (ROOT / room).rglob("*.py")
+    ]
     assert len(sources) > 40
-    unsafe = {str(path.relative_to(ROOT)): found for path in sources if (found := _unsafe(ast.parse(path.read_text())))}
+    unsafe = {
+        str(path.relative_to(ROOT)): found
+        for path in sources
+        if (found := _unsafe(ast.parse(path.read_text())))
+    }
     assert unsafe == {}
-    for line in ("import pickle", "from torch import x; torch.load(f)", "np.load(f)", "np.load(f, allow_pickle=True)"):
+    for line in (
+        "import pickle",
+        "from torch import x; torch.load(f)",
+        "np.load(f)",
+        "np.load(f, allow_pickle=True)",
+    ):
         assert _unsafe(ast.parse(line)), line

@@ -1,4 +1,6 @@
-"""The progress view: plain lines, the live view on a pseudo-terminal, and the terminal given back whatever happens."""
+"""The progress view: plain lines, the live view on a pseudo-terminal, and the terminal given back
+whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,21 @@ def tell(view: Progress) -> None:
         view.encoding("Books", done, 100)
     view.stage("pretrain", 3)
     for round, value in enumerate((0.1, 0.3, 0.2), 1):
-        metrics = {"val/Books/recall_at_20": value, "val/Books/ndcg_at_20": 0.5, "train/Books/loss": 1.0 / round}
+        metrics = {
+            "val/Books/recall_at_20": value,
+            "val/Books/ndcg_at_20": 0.5,
+            "train/Books/loss": 1.0 / round,
+        }
         metrics |= {"val/Art [& more]/recall_at_20": 2 * value}
         view.round("pretrain", round, 3, metrics, 2.0, 123_456, 65_432)
     view.note("stopped early")
     rows = [
         SummaryRow(
-            name, {"recall_at_20": 0.123456, "recall_at_10": 0.1}, {"recall_at_20": 0.1}, "ratio-80-10-10", "full:9"
+            name,
+            {"recall_at_20": 0.123456, "recall_at_10": 0.1},
+            {"recall_at_20": 0.1},
+            "ratio-80-10-10",
+            "full:9",
         )
         for name in ("Books", "Art [& more]")
     ]
@@ -85,7 +95,9 @@ def test_plain_is_one_line_per_round_without_control_characters() -> None:
         "pretrain 2/3  recall_at_20: Books 0.3000, Art [& more] 0.6000  loss: Books 0.5000  "
         "up 123 kB down 65.4 kB  2 s  2 s left"
     )
-    assert "recall_at_20: Books 0.2000 (best 0.3000), Art [& more] 0.4000 (best 0.6000)" in rounds[2]
+    assert (
+        "recall_at_20: Books 0.2000 (best 0.3000), Art [& more] 0.4000 (best 0.6000)" in rounds[2]
+    )
     assert "left" not in rounds[2]
     assert len([line for line in lines if line.startswith("text of Books")]) == 2
 
@@ -140,17 +152,28 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def run_in_terminal(body: str, tmp_path: Path, interrupt: bool = False, **env: str) -> tuple[str, int]:
-    """Run `body` after `tell` is defined, on a pseudo-terminal; returns what it showed, and its exit code."""
+def run_in_terminal(
+    body: str, tmp_path: Path, interrupt: bool = False, **env: str
+) -> tuple[str, int]:
+    """Run `body` after `tell` is defined, on a pseudo-terminal; returns what it showed, and its
+    exit code.
+    """
     script = tmp_path / "script.py"
     here = str(Path(__file__).parent)
-    script.write_text(f"import sys, time\nsys.path.insert(0, {here!r})\nfrom test_console import *\n{body}")
+    script.write_text(
+        f"import sys, time\nsys.path.insert(0, {here!r})\nfrom test_console import *\n{body}"
+    )
     main, side = pty.openpty()
     full = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40", **env}
     if "CI" not in env:
         full.pop("CI", None)
     process = subprocess.Popen(
-        [sys.executable, str(script)], stdin=side, stdout=side, stderr=side, env=full, preexec_fn=heed_interrupts
+        [sys.executable, str(script)],
+        stdin=side,
+        stdout=side,
+        stderr=side,
+        env=full,
+        preexec_fn=heed_interrupts,
     )
     os.close(side)
     shown = b""
@@ -184,7 +207,8 @@ def test_live_in_a_terminal(tmp_path: Path) -> None:
 
 def test_live_shows_others_output_above_itself(tmp_path: Path) -> None:
     body = (
-        "with make_progress() as v:\n    v.stage('a', 2)\n    v.round('a', 1, 2, {'val/B/x': .5}, 1., 0, 0)\n"
+        "with make_progress() as v:\n    v.stage('a', 2)\n    v.round('a', 1, 2, {'val/B/x': "
+        ".5}, 1., 0, 0)\n"
         "    print('a stray line')\n    time.sleep(.3)\n"
     )
     shown, _ = run_in_terminal(body, tmp_path)

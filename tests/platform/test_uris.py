@@ -39,7 +39,9 @@ def test_a_database_in_memory_has_no_file() -> None:
 
 
 @pytest.mark.parametrize("name", ["50%", "what?", "no#1 b"])
-def test_a_run_in_a_folder_of_an_odd_name_is_recorded_in_it(name: str, shops: Path, tmp_path: Path) -> None:
+def test_a_run_in_a_folder_of_an_odd_name_is_recorded_in_it(
+    name: str, shops: Path, tmp_path: Path
+) -> None:
     out = tmp_path / name
     values = {"data": shops, "out": out, "backend": "inprocess"}
     done = run_recorded(build("toys:AVERAGE", sets=["rounds=1"], values=values))
@@ -48,7 +50,9 @@ def test_a_run_in_a_folder_of_an_odd_name_is_recorded_in_it(name: str, shops: Pa
     with reading(resolve_uri(TrackingSettings(), out)) as client:
         run_id = (done.run_dir / "mlflow_run_id").read_text().strip()
         assert [row.path for row in client.list_artifacts(run_id, "figures")]
-    assert [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(out)] == []
+    assert [
+        path for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(out)
+    ] == []
 
 
 @pytest.mark.parametrize("name", ["50%", "what?"])
@@ -61,7 +65,9 @@ def test_a_study_in_a_folder_of_an_odd_name_goes_on(name: str, tmp_path: Path) -
     assert len(Study.open(made.folder).trials()) == 1
 
 
-def test_the_ui_opens_the_database_of_an_odd_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ui_opens_the_database_of_an_odd_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from crossfed.platform.cli import main
 
     out = tmp_path / "what?"
@@ -70,12 +76,19 @@ def test_the_ui_opens_the_database_of_an_odd_folder(tmp_path: Path, monkeypatch:
     asked: list[Any] = []
     monkeypatch.setattr(main.os, "execv", lambda *given: asked.append(given[1]))
     main.ui(out)
-    store, root = (asked[0][asked[0].index(key) + 1] for key in ("--backend-store-uri", "--default-artifact-root"))
+    store, root = (
+        asked[0][asked[0].index(key) + 1]
+        for key in ("--backend-store-uri", "--default-artifact-root")
+    )
     assert uris.sqlite_path(store) == out / "mlflow.db" and root == (out / "mlartifacts").as_uri()
 
 
-@pytest.mark.parametrize("error", [KeyError("getpwuid(): uid not found: 4711"), OSError("No username set")])
-def test_a_uid_without_a_name_is_its_number(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [KeyError("getpwuid(): uid not found: 4711"), OSError("No username set")]
+)
+def test_a_uid_without_a_name_is_its_number(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def nobody() -> str:
         raise error
 
@@ -84,7 +97,9 @@ def test_a_uid_without_a_name_is_its_number(error: Exception, monkeypatch: pytes
     assert mlflow_store._user() == "4711"
 
 
-def test_without_a_home_the_cache_lies_with_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_the_cache_lies_with_temporary_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def homeless(_: Any = None) -> Path:
         raise RuntimeError("Could not determine home directory.")
 

@@ -1,4 +1,6 @@
-"""Run directories made of given numbers, as `run_recorded` leaves them: for comparisons and analyses, without training."""
+"""Run directories made of given numbers, as `run_recorded` leaves them: for comparisons and
+analyses, without training.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,23 @@ def make_run(
     for name, metrics in values.items():
         n_users = len(next(iter(metrics.values())))
         n_train = np.arange(n_users) if trained is None else trained[name]
-        table = pd.DataFrame({"user": np.arange(n_users), "n_train": n_train, "n_truth": 1, **metrics})
-        table.sample(frac=1, random_state=seed).to_parquet(folder / "per_user" / f"{name}.test.parquet", index=False)
+        table = pd.DataFrame(
+            {"user": np.arange(n_users), "n_train": n_train, "n_truth": 1, **metrics}
+        )
+        table.sample(frac=1, random_state=seed).to_parquet(
+            folder / "per_user" / f"{name}.test.parquet", index=False
+        )
         means = {metric: float(column.mean()) for metric, column in metrics.items()}
         select = config.evaluation.select
         selecting = {select: validation[name]} if validation else {}
         domains[name] = {
             "counts": {"users": n_users, "items": 100, "interactions": 10 * n_users},
-            "selected": {"stage": "train", "round": 2, "value": means.get(select, 0.0), "rounds": 3},
+            "selected": {
+                "stage": "train",
+                "round": 2,
+                "value": means.get(select, 0.0),
+                "rounds": 3,
+            },
             "validation": means | selecting,
             "validation_users": n_users,
             "validation_candidates": "full:100",
@@ -73,7 +84,13 @@ def make_run(
         "config_hash": config.hash(),
         "domains": domains,
         "bytes": {"up": dict.fromkeys(values, 0), "down": dict.fromkeys(values, 0)},
-        "privacy": {"note": "", "unit": "", "domains": {}, "stopped_by_budget": {}, "sent_as_it_is": []},
+        "privacy": {
+            "note": "",
+            "unit": "",
+            "domains": {},
+            "stopped_by_budget": {},
+            "sent_as_it_is": [],
+        },
         "seconds": {"total": 12.0, "encode": 1.0, "rounds": 10.0, "final": 1.0},
         "backend": "inprocess",
         "placement": {name: {"host": "here", "pid": 1, "device": "cpu"} for name in values},
@@ -83,7 +100,9 @@ def make_run(
     result = {key: value for key, value in (result | changes).items() if value is not None}
     (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
     if history is not None:
-        (folder / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history), encoding="utf-8")
+        (folder / "history.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in history), encoding="utf-8"
+        )
     return folder
 
 

@@ -1,7 +1,9 @@
-"""Toys for transfer controls: one that is deaf, one that copies its peer's answer, and one that lives alone.
+"""Toys for transfer controls: one that is deaf, one that copies its peer's answer, and one that
+lives alone.
 
-`COPIES` has nothing of its own: it ranks by what the peer tells it. `twins` are two shops of equal catalogues in which the same
-few items are in demand, so that the peer's answer is right here, too, and all of the toy's gain comes from what crosses.
+`COPIES` has nothing of its own: it ranks by what the peer tells it. `twins` are two shops of equal
+catalogues in which the same few items are in demand, so that the peer's answer is right here, too,
+and all of the toy's gain comes from what crosses.
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ def twins(path: Path, n_users: int = 60, n_items: int = 1000) -> Path:
         hot = np.random.default_rng(0).choice(n_items, HOT, replace=False)
         for number, name in enumerate(("left", "right")):
             rng = np.random.default_rng(number + 1)
-            pairs = [(user, item) for user in range(n_users) for item in rng.choice(hot, 10, replace=False)]
+            pairs = [
+                (user, item)
+                for user in range(n_users)
+                for item in rng.choice(hot, 10, replace=False)
+            ]
             users, items = np.array(pairs).T
             writer.add_domain(
                 name, users, items, np.arange(len(users)), [f"{name}-u{u}" for u in range(n_users)],
@@ -68,9 +74,14 @@ def _score(state: Ranker, users: np.ndarray) -> torch.Tensor:
 
 
 def tell(state: Ranker, inbox: Mapping, ctx: Context) -> Out:
-    """What is in demand here, as whole numbers and as shares; in the first round nothing is known yet."""
+    """What is in demand here, as whole numbers and as shares; in the first round nothing is known
+    yet.
+    """
     known = state.demand if ctx.round > 1 else np.zeros_like(state.demand)
-    payload = {"demand": known, "rank": np.argsort(np.argsort(known, kind="stable")).astype(np.int64)}
+    payload = {
+        "demand": known,
+        "rank": np.argsort(np.argsort(known, kind="stable")).astype(np.int64),
+    }
     return Out(dict.fromkeys(ctx.peers, payload))
 
 
@@ -84,7 +95,9 @@ def copy(state: Ranker, inbox: Mapping, ctx: Context) -> Out:
     if state.config.fault and payload["demand"].min() < 0:
         state.scores[:] = np.nan
     told = float(np.dot(payload["demand"], np.arange(len(state.scores))))
-    return Out(metrics={"told": told, "rank": float(payload["rank"][0]), "clean": float(state.scores[0])})
+    return Out(
+        metrics={"told": told, "rank": float(payload["rank"][0]), "clean": float(state.scores[0])}
+    )
 
 
 def learn(state: Ranker, inbox: Mapping, ctx: Context) -> Out:
@@ -98,7 +111,9 @@ def guess(state: Ranker, inbox: Mapping, ctx: Context) -> Out:
     return Out()
 
 
-def _method(name: str, stage: Stage, fields: tuple[Field, ...], scope: Scope = Scope.FEDERATED) -> Method:
+def _method(
+    name: str, stage: Stage, fields: tuple[Field, ...], scope: Scope = Scope.FEDERATED
+) -> Method:
     return Method(
         name=name, title=f"Toy {name}", paper="none", Config=Config,
         stages=lambda c: (Stage(stage.name, c.rounds, stage.each, edges=stage.edges),),
@@ -144,7 +159,9 @@ def follow(state: Ranker, inbox: Mapping, ctx: Context) -> Out:
     total = inbox[SERVER]["total"]
     state.scores = np.array(total) + ctx.rng.normal(size=len(total)).astype(np.float32) * 1e-3
     foreign = float(np.abs(total - state.demand).max())
-    return Out(metrics={"foreign": foreign, "of": float(inbox[SERVER]["of"][0]), "peers": len(ctx.peers)})
+    return Out(
+        metrics={"foreign": foreign, "of": float(inbox[SERVER]["of"][0]), "peers": len(ctx.peers)}
+    )
 
 
 SUMS = Method(

@@ -1,7 +1,7 @@
 """Toy averages for faults.
 
-`SILENT_ONCE`: its first domain falls silent once, in its second round; the marker file remembers that it has happened.
-`HELD`: every domain waits in its third round until the marker file is there.
+`SILENT_ONCE`: its first domain falls silent once, in its second round; the marker file remembers
+that it has happened. `HELD`: every domain waits in its third round until the marker file is there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ def _silent_once(state: Toy, inbox: Mapping, ctx: Context) -> Out:
 
 SILENT_ONCE = _method(
     "silent_once",
-    lambda c: (Stage("mean", c.rounds, (Phase(_silent_once), Phase(average, "server"), Phase(adopt)), edges=STAR),),
+    lambda c: (
+        Stage(
+            "mean",
+            c.rounds,
+            (Phase(_silent_once), Phase(average, "server"), Phase(adopt)),
+            edges=STAR,
+        ),
+    ),
     (X_UP, X_DOWN),
 )
 
@@ -41,6 +48,8 @@ def _held(state: Toy, inbox: Mapping, ctx: Context) -> Out:
 
 HELD = _method(
     "held",
-    lambda c: (Stage("mean", c.rounds, (Phase(_held), Phase(average, "server"), Phase(adopt)), edges=STAR),),
+    lambda c: (
+        Stage("mean", c.rounds, (Phase(_held), Phase(average, "server"), Phase(adopt)), edges=STAR),
+    ),
     (X_UP, X_DOWN),
 )

@@ -1,6 +1,8 @@
-"""Toy methods over the real seam, whose right answer is known by hand; and methods that try to leak.
+"""Toy methods over the real seam, whose right answer is known by hand; and methods that try to
+leak.
 
-Every domain's state is one vector. Its start is the domain's mean item number, so every domain starts elsewhere.
+Every domain's state is one vector. Its start is the domain's mean item number, so every domain
+starts elsewhere.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def export(state: Toy) -> dict[str, torch.Tensor]:
 
 def score_exported(exported: Mapping[str, torch.Tensor], users: np.ndarray) -> torch.Tensor:
     items = np.arange(int(exported["sizes"][1]), dtype=np.float32)
-    return torch.from_numpy(np.sin(items[None, :] * (1 + float(exported["x"][0])) + users[:, None]).astype(np.float32))
+    return torch.from_numpy(
+        np.sin(items[None, :] * (1 + float(exported["x"][0])) + users[:, None]).astype(np.float32)
+    )
 
 
 def state_dict(state: Toy) -> dict[str, Any]:
@@ -81,7 +85,9 @@ def upload(state: Toy, inbox: Mapping, ctx: Context) -> Out:
 
 def average(state: Toy, inbox: Mapping, ctx: Context) -> Out:
     state.x = np.mean([inbox[name]["x"] for name in sorted(inbox)], axis=0, dtype=np.float32)
-    return Out({name: {"x": state.x} for name in ctx.peers}, {"norm": float(np.linalg.norm(state.x))})
+    return Out(
+        {name: {"x": state.x} for name in ctx.peers}, {"norm": float(np.linalg.norm(state.x))}
+    )
 
 
 def adopt(state: Toy, inbox: Mapping, ctx: Context) -> Out:
@@ -116,7 +122,9 @@ STAR = frozenset({Direction.UP, Direction.DOWN})
 ROUND = (Phase(upload), Phase(average, "server"), Phase(adopt))
 
 AVERAGE = _method(
-    "average", lambda c: (Stage("mean", c.rounds, ROUND, edges=STAR, patience=c.patience),), (X_UP, X_DOWN)
+    "average",
+    lambda c: (Stage("mean", c.rounds, ROUND, edges=STAR, patience=c.patience),),
+    (X_UP, X_DOWN),
 )
 TWO_STAGES = _method(
     "two_stages",
@@ -138,14 +146,26 @@ CLOSES = _method(
     lambda c: (
         Stage("drift", 12, (Phase(drift),), patience=1, close=(Phase(_mark),)),
         Stage(
-            "still", 1, (Phase(lambda state, inbox, ctx: Out(metrics={"marked": state.noise, "x": float(state.x[0])})),)
+            "still",
+            1,
+            (
+                Phase(
+                    lambda state, inbox, ctx: Out(
+                        metrics={"marked": state.noise, "x": float(state.x[0])}
+                    )
+                ),
+            ),
         ),
     ),
     server=False,
 )
 GOSSIP = _method(
     "gossip",
-    lambda c: (Stage("talk", c.rounds, (Phase(gossip),), edges=frozenset({Direction.PEER}), keep_best=False),),
+    lambda c: (
+        Stage(
+            "talk", c.rounds, (Phase(gossip),), edges=frozenset({Direction.PEER}), keep_best=False
+        ),
+    ),
     (X_PEER,),
     server=False,
 )
@@ -156,7 +176,9 @@ def whisper(state: Toy, inbox: Mapping, ctx: Context) -> Out:
     gossip(state, inbox, ctx)
 
     def perturbed() -> np.ndarray:
-        return (state.x + ctx.noise_rng.laplace(0.0, state.config.noise, state.x.shape)).astype(np.float32)
+        return (state.x + ctx.noise_rng.laplace(0.0, state.config.noise, state.x.shape)).astype(
+            np.float32
+        )
 
     same = perturbed()
     told = {name: {"x": perturbed() if state.config.apart else same} for name in ctx.peers}
@@ -169,12 +191,20 @@ def _whisper_or_die(state: Toy, inbox: Mapping, ctx: Context) -> Out:
 
 
 def _whispers(name: str, step: Any) -> Method:
-    """Each message holds `count` releases of ε = 1 / noise; "the paper" counts 1 / noise for the whole message."""
+    """Each message holds `count` releases of ε = 1 / noise; "the paper" counts 1 / noise for the
+    whole message.
+    """
     method = _method(
         name,
         lambda c: (
-            Stage("talk", c.rounds, (Phase(step),), edges=frozenset({Direction.PEER}), keep_best=False),
-            Stage("still", 1, (Phase(lambda state, inbox, ctx: Out(metrics={"x": float(state.x[0])})),)),
+            Stage(
+                "talk", c.rounds, (Phase(step),), edges=frozenset({Direction.PEER}), keep_best=False
+            ),
+            Stage(
+                "still",
+                1,
+                (Phase(lambda state, inbox, ctx: Out(metrics={"x": float(state.x[0])})),),
+            ),
         ),
         (X_PEER,),
         server=False,
@@ -182,19 +212,30 @@ def _whispers(name: str, step: Any) -> Method:
     return replace(
         method,
         releases=lambda c: (
-            Release("talk", ("x",), "laplace", "one interaction of a domain", 1.0, c.noise, 1 / c.noise, c.count),
+            Release(
+                "talk",
+                ("x",),
+                "laplace",
+                "one interaction of a domain",
+                1.0,
+                c.noise,
+                1 / c.noise,
+                c.count,
+            ),
         ),
     )
 
 
-# -- leaks ---------------------------------------------------------------------------------------------------------
+# -- leaks -----------------------------------------------------------------------------------------
 
 
 def _leak(key: str, make: Any, receiver: Any = lambda ctx: SERVER) -> Method:
     def step(state: Toy, inbox: Mapping, ctx: Context) -> Out:
         return Out({receiver(ctx): {key: make(state, ctx)}})
 
-    return _method(f"leak_{key}", lambda c: (Stage("leak", 1, (Phase(step),), edges=STAR),), (X_UP, X_DOWN))
+    return _method(
+        f"leak_{key}", lambda c: (Stage("leak", 1, (Phase(step),), edges=STAR),), (X_UP, X_DOWN)
+    )
 
 
 LEAK_USERS = _leak("user_ids", lambda state, ctx: np.unique(ctx.own.users))
@@ -202,15 +243,21 @@ LEAK_SHAPE = _leak("x", lambda state, ctx: np.zeros((ctx.own.n_users, 3), np.flo
 LEAK_OBJECT = _leak("x", lambda state, ctx: np.array([{"user": 1}] * 3, dtype=object))
 LEAK_NAN = _leak("x", lambda state, ctx: np.full(3, np.nan, np.float32))
 LEAK_TENSOR = _leak("x", lambda state, ctx: torch.zeros(3))
-LEAK_PEER = _leak("x", lambda state, ctx: np.zeros(3, np.float32), receiver=lambda ctx: ctx.peers[0])
-LEAK_NOWHERE = _leak("x", lambda state, ctx: np.zeros(3, np.float32), receiver=lambda ctx: "evil.example")
+LEAK_PEER = _leak(
+    "x", lambda state, ctx: np.zeros(3, np.float32), receiver=lambda ctx: ctx.peers[0]
+)
+LEAK_NOWHERE = _leak(
+    "x", lambda state, ctx: np.zeros(3, np.float32), receiver=lambda ctx: "evil.example"
+)
 
 
 def _local_send(state: Toy, inbox: Mapping, ctx: Context) -> Out:
     return Out({SERVER: {"x": state.x}})
 
 
-LEAK_LOCAL = _method("leak_local", lambda c: (Stage("local", 1, (Phase(_local_send),)),), (X_UP, X_DOWN))
+LEAK_LOCAL = _method(
+    "leak_local", lambda c: (Stage("local", 1, (Phase(_local_send),)),), (X_UP, X_DOWN)
+)
 
 
 def _labels(state: Toy, inbox: Mapping, ctx: Context) -> Out:
@@ -251,13 +298,18 @@ def _write_inbox(state: Toy, inbox: Mapping, ctx: Context) -> Out:
 
 WRITES_INBOX = _method(
     "writes_inbox",
-    lambda c: (Stage("mean", 1, (Phase(upload), Phase(average, "server"), Phase(_write_inbox)), edges=STAR),),
+    lambda c: (
+        Stage(
+            "mean", 1, (Phase(upload), Phase(average, "server"), Phase(_write_inbox)), edges=STAR
+        ),
+    ),
     (X_UP, X_DOWN),
 )
 
 
 def _die_once(state: Toy, ctx: Context) -> None:
-    """Die once, in the third round of one domain: the marker file remembers that it has happened."""
+    """Die once, in the third round of one domain: the marker file remembers that it has happened.
+    """
     import os
     from pathlib import Path
 
@@ -274,7 +326,14 @@ def _exit_once(state: Toy, inbox: Mapping, ctx: Context) -> Out:
 
 DIES_ONCE = _method(
     "dies_once",
-    lambda c: (Stage("mean", c.rounds, (Phase(_exit_once), Phase(average, "server"), Phase(adopt)), edges=STAR),),
+    lambda c: (
+        Stage(
+            "mean",
+            c.rounds,
+            (Phase(_exit_once), Phase(average, "server"), Phase(adopt)),
+            edges=STAR,
+        ),
+    ),
     (X_UP, X_DOWN),
 )
 WHISPER = _whispers("whisper", whisper)
@@ -284,7 +343,7 @@ WHISPER_DIES = _whispers("whisper_dies", _whisper_or_die)
 NO_STAGE = _method("no_stage", lambda c: ())
 
 
-# -- for searches --------------------------------------------------------------------------------------------------
+# -- for searches ----------------------------------------------------------------------------------
 
 
 def _fail(state: Toy, inbox: Mapping, ctx: Context) -> Out:

@@ -1,4 +1,6 @@
-"""The desk by itself: a real study, a real tracker switched off, and Tune's calls made by hand. No Ray here."""
+"""The desk by itself: a real study, a real tracker switched off, and Tune's calls made by hand. No
+Ray here.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def desk_of(out: Path, kind: type[Desk] = Desk, **search: Any) -> tuple[Desk, li
     study = Study.create(Search(**given | search), base, "shops", "f1")
     parent = Tracker.start(base.tracking, study.folder, "s", {}, {}, [])
     said: list[str] = []
-    return kind(study, slots(base, ("books", "films"), 2, [MACHINE]), parent, said.append, None), said
+    return kind(
+        study, slots(base, ("books", "films"), 2, [MACHINE]), parent, said.append, None
+    ), said
 
 
 def trial_of(config: dict[str, Any]) -> Trial:
@@ -38,7 +42,12 @@ def trial_of(config: dict[str, Any]) -> Trial:
 
 
 def facts(books: float, films: float, rounds: int = 4, **more: Any) -> str:
-    told = {"domains": {"books": books, "films": films}, "rounds": rounds, "bytes_up": 100, "seconds": 2.0}
+    told = {
+        "domains": {"books": books, "films": films},
+        "rounds": rounds,
+        "bytes_up": 100,
+        "seconds": 2.0,
+    }
     return json.dumps(told | more)
 
 
@@ -59,12 +68,16 @@ def test_a_trial_is_the_base_run_with_the_searched_values(tmp_path: Path) -> Non
     asked = desk.study.optuna.trials[1].user_attrs["values"]
     assert {name: run.config[name] for name in ("step", "dim")} == asked
     rest = {name: value for name, value in run.config.items() if name not in asked}
-    assert rest == {name: value for name, value in desk.slots.run.config.items() if name not in asked}
+    assert rest == {
+        name: value for name, value in desk.slots.run.config.items() if name not in asked
+    }
     assert run.tracking.params == ("step", "dim") and run.tracking.artifacts is False
     assert run.tracking.tags == {"study": "s", "role": "trial", "trial": "1"}
 
 
-def test_no_more_trials_are_handed_out_than_asked_for_or_once_all_shall_stop(tmp_path: Path) -> None:
+def test_no_more_trials_are_handed_out_than_asked_for_or_once_all_shall_stop(
+    tmp_path: Path,
+) -> None:
     desk, _ = desk_of(tmp_path, trials=2)
     assert [task["number"] for _ in range(2) if (task := desk.next())] == [0, 1]
     assert desk.next() is None
@@ -87,7 +100,8 @@ def test_a_finished_trial_is_told_with_its_value_and_the_best_so_far(tmp_path: P
     assert said[0].endswith("recall_at_20 0.3000  (best 0.3000, trial 0)")
     assert "2 restarts after a lost node" in said[1]
     assert said[1].endswith("recall_at_20 0.1500  (best 0.3000, trial 0)")
-    desk.close(two, {"over": True, "facts": facts(0.9, 0.9)})  # it is over: what comes later changes nothing
+    # it is over: what comes later changes nothing
+    desk.close(two, {"over": True, "facts": facts(0.9, 0.9)})
     assert len(said) == 2 and desk.study.trials()[1].values == [pytest.approx(0.15)]
 
 
@@ -117,7 +131,9 @@ def test_a_failure_is_recorded_once_with_its_reason(tmp_path: Path) -> None:
     ]
 
 
-def test_a_setting_that_the_method_refuses_is_a_failed_trial_and_the_next_is_asked(tmp_path: Path) -> None:
+def test_a_setting_that_the_method_refuses_is_a_failed_trial_and_the_next_is_asked(
+    tmp_path: Path,
+) -> None:
     desk, said = desk_of(tmp_path)
     desk.slots.run.config["K"] = "many"
     assert desk.next() is None
@@ -126,8 +142,12 @@ def test_a_setting_that_the_method_refuses_is_a_failed_trial_and_the_next_is_ask
     assert [t.state for t in desk.study.trials()] == [TrialState.FAIL] * 3
 
 
-def test_a_trial_below_the_median_is_stopped_after_its_round_and_told_as_pruned(tmp_path: Path) -> None:
-    """Four trials at 0.5; the fifth has 0.1 and is stopped in round 2, the first that a grace of 2 allows."""
+def test_a_trial_below_the_median_is_stopped_after_its_round_and_told_as_pruned(
+    tmp_path: Path,
+) -> None:
+    """Four trials at 0.5; the fifth has 0.1 and is stopped in round 2, the first that a grace of 2
+    allows.
+    """
     desk, said = desk_of(tmp_path, trials=6, pruner="median", grace=2)
     for _ in range(4):
         trial = started(desk)
@@ -154,7 +174,9 @@ def test_a_round_without_a_measurement_stops_nothing(tmp_path: Path) -> None:
     assert desk.study.trials()[0].intermediate_values == {}
 
 
-def test_time_is_counted_against_the_budget_between_two_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_is_counted_against_the_budget_between_two_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     desk, _ = desk_of(tmp_path, time_budget=100.0)
     clock = iter([10.0, 14.0, 21.0])
     monkeypatch.setattr("crossfed.tuning.scheduler.time.monotonic", lambda: next(clock))
@@ -166,7 +188,9 @@ def test_time_is_counted_against_the_budget_between_two_calls(tmp_path: Path, mo
     assert left == [98.0, 94.0, 87.0]
 
 
-def test_what_runs_when_the_time_is_up_is_dropped_and_otherwise_goes_on_later(tmp_path: Path) -> None:
+def test_what_runs_when_the_time_is_up_is_dropped_and_otherwise_goes_on_later(
+    tmp_path: Path,
+) -> None:
     desk, said = desk_of(tmp_path)
     started(desk)
     desk.halt = "interrupted"
@@ -174,10 +198,14 @@ def test_what_runs_when_the_time_is_up_is_dropped_and_otherwise_goes_on_later(tm
     assert desk.study.trials()[0].state == TrialState.RUNNING and said == []
     desk.halt = TIME_IS_UP
     desk.stopped()
-    assert desk.study.trials()[0].state == TrialState.FAIL and said == ["trial 0  killed: time budget"]
+    assert desk.study.trials()[0].state == TrialState.FAIL and said == [
+        "trial 0  killed: time budget"
+    ]
 
 
-def test_books_that_cannot_be_kept_end_everything_and_the_first_problem_counts(tmp_path: Path) -> None:
+def test_books_that_cannot_be_kept_end_everything_and_the_first_problem_counts(
+    tmp_path: Path,
+) -> None:
     desk, _ = desk_of(tmp_path)
     first = OSError("disk full")
     for error in (first, OSError("again")):
@@ -195,7 +223,9 @@ def test_final_runs_are_the_winner_once_per_seed(tmp_path: Path) -> None:
     assert isinstance(desk, Finals)
     desk.todo, desk.values = [3, 4], {"step": 0.9}
     tasks = [desk.next(), desk.next(), desk.next()]
-    assert [None if task is None else (task["number"], task["name"], task["cap"]) for task in tasks] == [
+    assert [
+        None if task is None else (task["number"], task["name"], task["cap"]) for task in tasks
+    ] == [
         (3, "final-seed-3", None),
         (4, "final-seed-4", None),
         None,
@@ -205,7 +235,9 @@ def test_final_runs_are_the_winner_once_per_seed(tmp_path: Path) -> None:
     assert run.out == desk.study.folder and run.tracking.tags == {"study": "s", "role": "final"}
     trial = trial_of(tasks[0] or {})
     assert not desk.judge(trial, {"step": 1, "facts": facts(0, 0)})
-    desk.close(trial, {"over": True, "facts": facts(0, 0, test={"books": 0.25, "films": 0.5}, restarts=1)})
+    desk.close(
+        trial, {"over": True, "facts": facts(0, 0, test={"books": 0.25, "films": 0.5}, restarts=1)}
+    )
     assert said[0].startswith("final run, seed 3: test recall_at_20: books 0.2500, films 0.5000  (")
     assert said[0].endswith(", 1 restart after a lost node)")
     desk.close(trial, {"failed": "no room"})

@@ -29,7 +29,12 @@ NODES = ("server", "books", "films", "games")
 
 
 def base(
-    out: Path, shops: Path, method: str, *sets: str, backend: str = "inprocess", tracking: bool = False
+    out: Path,
+    shops: Path,
+    method: str,
+    *sets: str,
+    backend: str = "inprocess",
+    tracking: bool = False,
 ) -> RunConfig:
     values = {"data": shops, "out": out, "backend": backend, "tracking.enabled": tracking}
     return build(method, sets=["rounds=3", *sets], values=values)
@@ -46,8 +51,12 @@ def test_a_study_is_not_kept_at_a_uri(shops: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "away").exists()
 
 
-def test_a_study_survives_what_its_trials_do(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
-    """NaN, an exception, a process that dies: each is one failed trial with its reason, in Optuna and in MLflow."""
+def test_a_study_survives_what_its_trials_do(
+    shops: Path, tmp_path: Path, ray_cluster: None
+) -> None:
+    """NaN, an exception, a process that dies: each is one failed trial with its reason, in Optuna
+    and in MLflow.
+    """
     from mlflow import MlflowClient
 
     search = Search(
@@ -63,7 +72,11 @@ def test_a_study_survives_what_its_trials_do(shops: Path, tmp_path: Path, ray_cl
     assert "_fail raised RuntimeError: the toy breaks" in trials["raise"].user_attrs["reason"]
     assert "died" in trials["die"].user_attrs["reason"]
     assert found.summary["outcomes"] == {"finished": 1, "failed": 3}
-    assert found.summary["winner"] == {"trial": 0, "config": {"fault": "none"}, "values": trials["none"].values}
+    assert found.summary["winner"] == {
+        "trial": 0,
+        "config": {"fault": "none"},
+        "values": trials["none"].values,
+    }
 
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("crossfed")
@@ -72,7 +85,9 @@ def test_a_study_survives_what_its_trials_do(shops: Path, tmp_path: Path, ray_cl
     parent = next(runs.pop(name) for name in list(runs) if name.startswith("faults "))
     assert parent.info.status == "FINISHED"
     assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
-    assert {run.data.tags["role"] for name, run in runs.items() if name.startswith("final")} == {"final"}
+    assert {run.data.tags["role"] for name, run in runs.items() if name.startswith("final")} == {
+        "final"
+    }
     outcome = {
         run.data.params["fault"]: (run.info.status, run.data.tags["outcome"])
         for name, run in runs.items()
@@ -89,13 +104,21 @@ def test_a_study_survives_what_its_trials_do(shops: Path, tmp_path: Path, ray_cl
     assert {"optimisation_history.png", "slice_fault.png"} <= {
         Path(file.path).name for file in client.list_artifacts(parent.info.run_id, "figures")
     }
-    for seed in (0, 1):  # the test split was read in the final runs, once each, and never in a trial
-        assert "test" in read_json(found.study.folder / f"final-seed-{seed}/result.json")["domains"]["books"]
-    assert "test" not in read_json(found.study.folder / "trial-0000/result.json")["domains"]["books"]
+    # the test split was read in the final runs, once each, and never in a trial
+    for seed in (0, 1):
+        assert (
+            "test"
+            in read_json(found.study.folder / f"final-seed-{seed}/result.json")["domains"]["books"]
+        )
+    assert (
+        "test" not in read_json(found.study.folder / "trial-0000/result.json")["domains"]["books"]
+    )
 
 
 @pytest.mark.slow
-def test_a_trial_whose_process_dies_once_is_run_again(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
+def test_a_trial_whose_process_dies_once_is_run_again(
+    shops: Path, tmp_path: Path, ray_cluster: None
+) -> None:
     search = Search(name="s", trials=1, seeds=0, retries=1, changes={"step": [0.5]})
     found = start(search, base(tmp_path, shops, "toys:DIES_ONCE", f"marker={tmp_path / 'died'}"))
     assert (tmp_path / "died").exists()
@@ -105,21 +128,30 @@ def test_a_trial_whose_process_dies_once_is_run_again(shops: Path, tmp_path: Pat
     assert again["domains"] == alone.result["domains"]  # it went on from its last committed round
 
 
-def test_a_study_is_tuned_without_the_test_split(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
+def test_a_study_is_tuned_without_the_test_split(
+    shops: Path, tmp_path: Path, ray_cluster: None
+) -> None:
     config = base(tmp_path, shops, "toys:TRAPPED")
     given = {"trials": 3, "changes": {"step": {"low": 0.1, "high": 1.0}}, "concurrent": 2}
     found = start(Search(name="blind", seeds=0, **given), config, finish=final_test)
     assert found.summary["outcomes"].get("finished", 0) >= 1 and found.summary["finals"] == {}
-    with pytest.raises(CrossfedError, match="RuntimeError: the test split was read"):  # the trap works
+    # the trap works
+    with pytest.raises(CrossfedError, match="RuntimeError: the test split was read"):
         start(Search(name="seeing", seeds=1, retries=0, **given), config, finish=final_test)
 
 
-def test_trials_are_runs_unchanged_and_share_their_processes(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
+def test_trials_are_runs_unchanged_and_share_their_processes(
+    shops: Path, tmp_path: Path, ray_cluster: None
+) -> None:
     config = base(tmp_path, shops, "toys:AVERAGE", backend="ray")
-    search = Search(name="s", trials=2, seeds=0, pruner="none", changes={"step": [0.5, 0.9]}, sampler="grid")
+    search = Search(
+        name="s", trials=2, seeds=0, pruner="none", changes={"step": [0.5, 0.9]}, sampler="grid"
+    )
     found = start(search, config)
     alone = run_recorded(base(tmp_path, shops, "toys:AVERAGE", "step=0.9"))
-    trials = [read_json(found.study.folder / f"trial-{number:04d}/result.json") for number in (0, 1)]
+    trials = [
+        read_json(found.study.folder / f"trial-{number:04d}/result.json") for number in (0, 1)
+    ]
     assert [trial["config"]["step"] for trial in trials] == [0.5, 0.9]
     for key in ("domains", "bytes", "candidates"):
         assert trials[1][key] == alone.result[key]
@@ -134,7 +166,9 @@ def test_more_trials_replace_the_winners_final_runs_only_where_they_win(
     shops: Path, tmp_path: Path, ray_cluster: None
 ) -> None:
     config = base(tmp_path, shops, "toys:AVERAGE")
-    search = Search(name="s", trials=2, seeds=1, pruner="none", changes={"step": {"low": 0.1, "high": 1.0}})
+    search = Search(
+        name="s", trials=2, seeds=1, pruner="none", changes={"step": {"low": 0.1, "high": 1.0}}
+    )
     first = start(search, config, finish=final_test)
     study = Study.open(first.study.folder)
     study.extend(2)
@@ -164,18 +198,24 @@ def test_tuning_several_methods_alike(shops: Path, tmp_path: Path, ray_cluster: 
 
 def test_objectives_must_exist(shops: Path, tmp_path: Path) -> None:
     config, changes = base(tmp_path, shops, "toys:AVERAGE"), {"step": [0.5, 0.9]}
-    with pytest.raises(CrossfedError, match="names no domain of this run; it has books, films, games"):
+    with pytest.raises(
+        CrossfedError, match="names no domain of this run; it has books, films, games"
+    ):
         start(Search(name="a", objectives=("domain:toys",), changes=changes), config)
     with pytest.raises(CrossfedError, match="epsilon needs a method that perturbs what it sends"):
-        start(Search(name="b", objectives=("mean", "epsilon"), pruner="none", changes=changes), config)
+        start(
+            Search(name="b", objectives=("mean", "epsilon"), pruner="none", changes=changes), config
+        )
     assert not (tmp_path / "a").exists()
 
 
-# -- placement -----------------------------------------------------------------------------------------------------
+# -- placement -------------------------------------------------------------------------------------
 
 
 def gpu_base(tmp_path: Path, shops: Path, *sets: str) -> RunConfig:
-    return base(tmp_path, shops, "toys:AVERAGE", "resources.gpus_per_domain=0.5", *sets, backend="ray")
+    return base(
+        tmp_path, shops, "toys:AVERAGE", "resources.gpus_per_domain=0.5", *sets, backend="ray"
+    )
 
 
 def test_a_cluster_is_divided_among_trials(shops: Path, tmp_path: Path) -> None:
@@ -191,16 +231,30 @@ def test_a_cluster_is_divided_among_trials(shops: Path, tmp_path: Path) -> None:
 
 def test_gpu_fractions_decide_how_many_trials_run(shops: Path, tmp_path: Path) -> None:
     half = gpu_base(tmp_path, shops)
-    assert slots(half, NODES, None, [machine(16, 2)]).at_once == 1  # 1.5 of 2 GPUs; another trial needs 1.5 more
+    # 1.5 of 2 GPUs; another trial needs 1.5 more
+    assert slots(half, NODES, None, [machine(16, 2)]).at_once == 1
     assert slots(half, NODES, None, [machine(16, 3)]).at_once == 2
     explicit = gpu_base(tmp_path, shops, "resources.cpus_per_domain=1", "resources.cpus_server=1")
     slots(explicit, NODES, None, [machine(4, 2)])
-    with pytest.raises(CrossfedError, match=r"needs 5 CPUs \(server 1, books 1, films 1, games 1, toys 1\) .* 1 short"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"needs 5 CPUs \(server 1, books 1, films 1, games "
+        r"1, toys 1\) .* 1 short",
+    ):
         slots(explicit, (*NODES, "toys"), None, [machine(4, 2)])
     with pytest.raises(CrossfedError, match=r"needs 2.5 GPUs .* has 2: 0.5 short"):
         slots(half, (*NODES, "toys", "music"), None, [machine(16, 2)])
-    with pytest.raises(CrossfedError, match=r"share of 0.6 fits 1 times on one GPU .* the cluster has 2"):
-        slots(gpu_base(tmp_path, shops, "resources.gpus_per_domain=0.6"), NODES, None, [machine(16, 2)])
+    with pytest.raises(
+        CrossfedError,
+        match=r"share of 0.6 fits 1 times on one GPU .* the "
+        r"cluster has 2",
+    ):
+        slots(
+            gpu_base(tmp_path, shops, "resources.gpus_per_domain=0.6"),
+            NODES,
+            None,
+            [machine(16, 2)],
+        )
 
 
 INVENTED = """
@@ -242,7 +296,9 @@ def test_invented_gpus_run_one_trial_at_a_time(shops: Path, tmp_path: Path) -> N
     for number in range(3):
         folder = tmp_path / f"gpus/trial-{number:04d}"
         rows = read_json(folder / "placement.json")
-        assert all(len(rows[name]["gpu_ids"]) == 1 and rows[name]["gpus"] == 0.5 for name in NODES[1:])
+        assert all(
+            len(rows[name]["gpu_ids"]) == 1 and rows[name]["gpus"] == 0.5 for name in NODES[1:]
+        )
         assert rows["server"]["gpu_ids"] == []
         begins.append((folder / "config.yaml").stat().st_mtime)
         ends.append((folder / "result.json").stat().st_mtime)
@@ -250,7 +306,9 @@ def test_invented_gpus_run_one_trial_at_a_time(shops: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_time_budget_ends_the_search_but_not_the_study(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
+def test_a_time_budget_ends_the_search_but_not_the_study(
+    shops: Path, tmp_path: Path, ray_cluster: None
+) -> None:
     search = Search(
         name="s",
         trials=500,
@@ -262,12 +320,14 @@ def test_a_time_budget_ends_the_search_but_not_the_study(shops: Path, tmp_path: 
     )
     found = start(search, base(tmp_path, shops, "toys:AVERAGE", "rounds=40"), finish=final_test)
     outcomes = found.summary["outcomes"]
-    assert outcomes["finished"] >= 1 and 1 <= outcomes["killed"] <= 2 and sum(outcomes.values()) < 500
+    assert (
+        outcomes["finished"] >= 1 and 1 <= outcomes["killed"] <= 2 and sum(outcomes.values()) < 500
+    )
     assert not [trial for trial in found.study.optuna.trials if trial.state == TrialState.RUNNING]
     assert found.summary["finals"]
 
 
-# -- interruptions -------------------------------------------------------------------------------------------------
+# -- interruptions ---------------------------------------------------------------------------------
 
 
 def command(*words: str) -> list[str]:
@@ -277,20 +337,33 @@ def command(*words: str) -> list[str]:
 def states(folder: Path) -> dict[int, str]:
     storage = f"sqlite:///{folder / 'optuna.db'}"
     return {
-        trial.number: trial.state.name for trial in optuna.load_study(study_name=folder.name, storage=storage).trials
+        trial.number: trial.state.name
+        for trial in optuna.load_study(study_name=folder.name, storage=storage).trials
     }
 
 
-def started(folder: Path, arguments: list[str], *, finished: int, log: Path) -> subprocess.Popen[str]:
+def started(
+    folder: Path, arguments: list[str], *, finished: int, log: Path
+) -> subprocess.Popen[str]:
     """A study, once so many of its trials have finished and another is in the middle."""
     with log.open("w") as file:
-        process = subprocess.Popen(arguments, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            arguments, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()
         results = list(folder.glob("trial-*/result.json"))  # cheaper to watch than the storage
-        running = [path for path in folder.glob("trial-*/history.jsonl") if not (path.parent / "result.json").exists()]
-        if len(results) >= finished and running and list(states(folder).values()).count("COMPLETE") >= finished:
+        running = [
+            path
+            for path in folder.glob("trial-*/history.jsonl")
+            if not (path.parent / "result.json").exists()
+        ]
+        if (
+            len(results) >= finished
+            and running
+            and list(states(folder).values()).count("COMPLETE") >= finished
+        ):
             return process
         time.sleep(0.1)
     raise AssertionError(log.read_text())
@@ -311,16 +384,25 @@ def test_a_study_that_was_ended_goes_on(shops: Path, tmp_path: Path, how: signal
     code = process.wait(timeout=120)
     assert code == (-9 if how == signal.SIGKILL else 130)
     assert "RUNNING" in states(folder).values()
-    done = [folder / f"trial-{index:04d}/result.json" for index, state in states(folder).items() if state == "COMPLETE"]
+    done = [
+        folder / f"trial-{index:04d}/result.json"
+        for index, state in states(folder).items()
+        if state == "COMPLETE"
+    ]
     before = {path: path.read_bytes() for path in done}
 
     resumed = subprocess.run(
-        command("resume", "s", "--out", str(tmp_path)), capture_output=True, text=True, timeout=400, check=False
+        command("resume", "s", "--out", str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
     )
     assert resumed.returncode == 0, resumed.stderr
     assert states(folder) == dict.fromkeys(range(5), "COMPLETE")
     assert "goes on from its last committed round" in resumed.stdout
-    assert before and all(path.read_bytes() == content for path, content in before.items())  # not run again
+    # not run again
+    assert before and all(path.read_bytes() == content for path, content in before.items())
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("crossfed")
     assert experiment is not None

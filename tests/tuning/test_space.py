@@ -1,4 +1,6 @@
-"""The declared search space: read, changed, checked against the Config, sampled by a real Optuna study."""
+"""The declared search space: read, changed, checked against the Config, sampled by a real Optuna
+study.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ def test_fedcrf_declares_the_papers_grid() -> None:
 
 
 def test_changes_replace_extend_and_remove() -> None:
-    found = space("lightgcn", {"lr": {"low": 1e-4, "high": 1e-1, "log": True}, "layers": None, "dim": {"values": [8]}})
+    found = space(
+        "lightgcn",
+        {"lr": {"low": 1e-4, "high": 1e-1, "log": True}, "layers": None, "dim": {"values": [8]}},
+    )
     assert found["lr"] == Range(low=1e-4, high=1e-1, log=True)
     assert "layers" not in found and found["dim"] == Choice(values=(8,))
 
@@ -44,7 +49,10 @@ def test_changes_replace_extend_and_remove() -> None:
         ({"K": {"values": [50, 0]}}, "K = 0 is not possible"),
         ({"lr": {"values": [0.1], "when": {"KK": [1]}}}, "unknown key 'KK'"),
         ({"lr": {"values": [0.1], "when": {"K": 30}}}, "lr: when.K = 30 is not possible"),
-        ({"lr": {"values": [0.1], "when": {"dim": [9]}}}, "lr would never be searched: dim is never 9, only 64"),
+        (
+            {"lr": {"values": [0.1], "when": {"dim": [9]}}},
+            "lr would never be searched: dim is never 9, only 64",
+        ),
         (
             {"lr": {"values": [0.1], "when": {"K": [31, 32]}}},
             "lr would never be searched: K is never 31 or 32, only 30",
@@ -64,19 +72,26 @@ def test_values_are_those_the_config_keeps() -> None:
 
 
 def test_values_are_checked_beside_those_of_the_run() -> None:
-    """A width that the heads do not divide: refused where the heads are fixed, left to the trials where they are searched too."""
+    """A width that the heads do not divide: refused where the heads are fixed, left to the trials
+    where they are searched too.
+    """
     declared = dict.fromkeys(declared_search("tiger"))
     base = build("tiger", sets=["dim=60", "heads=3"]).config
     assert space("tiger", declared | {"heads": [3, 5]}, base)["heads"] == Choice(values=(3, 5))
     with pytest.raises(CrossfedError, match="heads"):
         space("tiger", declared | {"heads": [3, 7]}, base)
-    assert space("tiger", declared | {"heads": [3, 7], "dim": [60, 63]}, base)["heads"] == Choice(values=(3, 7))
+    assert space("tiger", declared | {"heads": [3, 7], "dim": [60, 63]}, base)["heads"] == Choice(
+        values=(3, 7)
+    )
 
 
 def test_changes_are_read_from_words_and_a_file(tmp_path: Path) -> None:
     file = tmp_path / "space.yaml"
     file.write_text("search:\n  lr: [1e-3, 0.01]\n  K: null\n")
-    assert changes(file, [" lr = {low: 1e-4, high: 1e-2}"]) == {"lr": {"low": 1e-4, "high": 1e-2}, "K": None}
+    assert changes(file, [" lr = {low: 1e-4, high: 1e-2}"]) == {
+        "lr": {"low": 1e-4, "high": 1e-2},
+        "K": None,
+    }
     for entries, words in [
         (["lr"], "must read"), (["lr="], "must read"), (["=[1]"], "must read"), (["lr=["], r"^--search: '\[' is not a value"),
         (["lr=[1]", "lr=[2]"], "names lr twice"),
@@ -84,7 +99,11 @@ def test_changes_are_read_from_words_and_a_file(tmp_path: Path) -> None:
         with pytest.raises(CrossfedError, match=words) as caught:
             changes(None, entries)
         assert "\n" not in str(caught.value)
-    for text, words in [("", "must map names"), ("- 1", "must map names"), ("a: [", "cannot be read")]:
+    for text, words in [
+        ("", "must map names"),
+        ("- 1", "must map names"),
+        ("a: [", "cannot be read"),
+    ]:
         file.write_text(text)
         with pytest.raises(CrossfedError, match=words):
             changes(file, [])
@@ -92,13 +111,20 @@ def test_changes_are_read_from_words_and_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [None, 7])
 def test_a_first_value_outside_a_range_is_told(value: int | None) -> None:
-    with pytest.raises(CrossfedError, match=f"patience={'null' if value is None else 7}, the value of the first trial"):
+    with pytest.raises(
+        CrossfedError,
+        match=f"patience={'null' if value is None else 7}, the value of the first trial",
+    ):
         with_first({"patience": Range(low=1, high=5, int=True)}, {"patience": value})
 
 
 def test_samples_stay_inside_and_repeat_with_the_sampler_seed() -> None:
     found = space(
-        "lightgcn", {"lr": {"low": 1e-4, "high": 1e-1, "log": True}, "layers": {"low": 1, "high": 4, "int": True}}
+        "lightgcn",
+        {
+            "lr": {"low": 1e-4, "high": 1e-1, "log": True},
+            "layers": {"low": 1, "high": 4, "int": True},
+        },
     )
 
     def draw() -> list[dict[str, Any]]:

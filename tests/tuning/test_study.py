@@ -1,4 +1,6 @@
-"""A study's books: settings, the first trial, what survives a killed process, the stopping rules. No Ray here."""
+"""A study's books: settings, the first trial, what survives a killed process, the stopping rules.
+No Ray here.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def base(out: Path, method: str = "toys:AVERAGE", *sets: str) -> RunConfig:
     return build(method, sets=sets, values={"out": out, "tracking.enabled": False})
 
 
-def make(out: Path, method: str = "toys:AVERAGE", sets: tuple[str, ...] = (), **search: Any) -> Study:
+def make(
+    out: Path, method: str = "toys:AVERAGE", sets: tuple[str, ...] = (), **search: Any
+) -> Study:
     given = {"name": "s", "trials": 6, "changes": SPACE, "pruner": "none"} | search
     return Study.create(Search(**given), base(out, method, *sets), "shops", "f1")
 
@@ -53,19 +57,29 @@ def test_the_first_trial_is_the_papers_setting(tmp_path: Path) -> None:
     assert first is not None and first.values == {"step": 0.7, "dim": 3}
     assert study.optuna.trials[0].user_attrs["paper"] is True
     second = study.next()
-    assert second is not None and second.number == 1 and "paper" not in study.optuna.trials[1].user_attrs
+    assert (
+        second is not None
+        and second.number == 1
+        and "paper" not in study.optuna.trials[1].user_attrs
+    )
 
 
 def test_a_first_value_is_added_to_choices_and_refused_outside_a_range(tmp_path: Path) -> None:
     study = make(tmp_path, changes={"dim": [2, 4]})
     task = study.next()
     assert task is not None and task.values == {"dim": 3}
-    with pytest.raises(CrossfedError, match=r"step=0\.5, the value of the first trial, lies outside 0\.6 to 1"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"step=0\.5, the value of the first trial, lies "
+        r"outside 0\.6 to 1",
+    ):
         make(tmp_path, name="t", changes={"step": {"low": 0.6, "high": 1.0}})
 
 
 def test_of_equal_trials_the_earliest_wins(tmp_path: Path) -> None:
-    """Values 0.1, 0.3, 0.3, 0.2: trial 1 wins, not trial 2, and still does when the study is read again."""
+    """Values 0.1, 0.3, 0.3, 0.2: trial 1 wins, not trial 2, and still does when the study is read
+    again.
+    """
     study = make(tmp_path, trials=4)
     for value in (0.1, 0.3, 0.3, 0.2):
         task = study.next()
@@ -77,7 +91,9 @@ def test_of_equal_trials_the_earliest_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "cmaes", "nsgaii", "gp"])
-def test_every_sampler_runs_and_draws_the_same_after_an_interruption(tmp_path: Path, sampler: str) -> None:
+def test_every_sampler_runs_and_draws_the_same_after_an_interruption(
+    tmp_path: Path, sampler: str
+) -> None:
     straight = run_all(make(tmp_path / "a", sampler=sampler, trials=7))
     assert len(straight) == 7
     study = make(tmp_path / "b", sampler=sampler, trials=7)
@@ -106,8 +122,14 @@ def test_a_grid_visits_every_point_once_and_ends(tmp_path: Path) -> None:
     study.optuna.enqueue_trial({"dim": 2, "K": 2})  # what a process leaves that dies before it asks
     asked += run_all(study)
     assert asked[0] == {"dim": 3, "K": 2}
-    assert sorted((point["dim"], point["K"]) for point in asked) == [(d, k) for d in (2, 3) for k in (1, 2, 3)]
-    with pytest.raises(CrossfedError, match=r"a grid needs values, but step is the range 0\.1 to 1"):
+    assert sorted((point["dim"], point["K"]) for point in asked) == [
+        (d, k) for d in (2, 3) for k in (1, 2, 3)
+    ]
+    with pytest.raises(
+        CrossfedError,
+        match=r"a grid needs values, but step is the range 0\.1 "
+        r"to 1",
+    ):
         make(tmp_path, name="t", sampler="grid")
 
 
@@ -121,7 +143,10 @@ def test_a_conditional_parameter_is_asked_for_where_it_is_active(tmp_path: Path)
         make(
             tmp_path,
             name="t",
-            changes={"dim": {"values": [2], "when": {"K": [2]}}, "K": {"values": [2], "when": {"dim": [2]}}},
+            changes={
+                "dim": {"values": [2], "when": {"K": [2]}},
+                "K": {"values": [2], "when": {"dim": [2]}},
+            },
         )
 
 
@@ -160,7 +185,12 @@ def test_asha_stops_by_rounds_and_not_within_the_grace_period(tmp_path: Path) ->
     good, bad, better = study.next(), study.next(), study.next()
     assert good is not None and bad is not None and better is not None
     assert [study.report(good.number, step, 0.5) for step in range(1, 17)] == [False] * 16
-    assert [study.report(bad.number, step, 0.4) for step in range(1, 5)] == [False, False, False, True]
+    assert [study.report(bad.number, step, 0.4) for step in range(1, 5)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     assert [study.report(better.number, step, 0.6) for step in range(1, 9)] == [False] * 8
     study.finish(good.number, FACTS)
     study.prune(bad.number, FACTS)
@@ -195,7 +225,8 @@ def test_the_grace_period_covers_the_first_of_several_stages(tmp_path: Path) -> 
     two, one = base(tmp_path, "toys:TWO_STAGES"), base(tmp_path, "toys:AVERAGE", "rounds=16")
     assert (total_rounds(two), grace_rounds(Search(name="s"), two)) == (16, 5)
     assert grace_rounds(Search(name="s", reduction=2), one) == 2
-    assert grace_rounds(Search(name="s", max_rounds=8), one) == 1  # an eighth of a trial's rounds, not of a full run's
+    # an eighth of a trial's rounds, not of a full run's
+    assert grace_rounds(Search(name="s", max_rounds=8), one) == 1
     assert grace_rounds(Search(name="s", grace=7), two) == 7
 
 
@@ -212,7 +243,10 @@ def test_several_objectives_are_told_in_order(tmp_path: Path) -> None:
     assert task is not None
     assert study.report(task.number, 1, 0.1) is False
     assert study.finish(task.number, FACTS) == [0.2, 100.0]
-    assert study.optuna.directions == [optuna.study.StudyDirection.MAXIMIZE, optuna.study.StudyDirection.MINIMIZE]
+    assert study.optuna.directions == [
+        optuna.study.StudyDirection.MAXIMIZE,
+        optuna.study.StudyDirection.MINIMIZE,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -238,7 +272,11 @@ def test_wrong_settings_are_named(given: dict[str, Any], words: str) -> None:
 
 def test_a_study_is_made_once_and_found_by_name(tmp_path: Path) -> None:
     made = make(tmp_path)
-    with pytest.raises(CrossfedError, match=r"There is a study s in .* already; crossfed tune resume .*s goes on"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"There is a study s in .* already; crossfed tune "
+        r"resume .*s goes on",
+    ):
         make(tmp_path)
     assert find_study("s", tmp_path) == made.folder
     with pytest.raises(CrossfedError, match=r"no study 'z' in .*; known: s"):
@@ -249,22 +287,39 @@ def test_a_study_is_made_once_and_found_by_name(tmp_path: Path) -> None:
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     study = make(tmp_path)
-    with study.locked(), pytest.raises(CrossfedError, match="is being run by another process"), study.locked():
+    with (
+        study.locked(),
+        pytest.raises(CrossfedError, match="is being run by another process"),
+        study.locked(),
+    ):
         pass
 
 
 def test_a_grace_period_leaves_something_to_stop(tmp_path: Path) -> None:
     make(tmp_path, pruner="asha", grace=3)  # of 4 rounds
-    with pytest.raises(CrossfedError, match="grace period of 4 rounds leaves nothing to stop: a trial has 4 at most"):
+    with pytest.raises(
+        CrossfedError,
+        match="grace period of 4 rounds leaves nothing to stop: a trial has 4 at most",
+    ):
         make(tmp_path, name="t", pruner="asha", grace=4)
-    with pytest.raises(CrossfedError, match="grace period of 3 rounds leaves nothing to stop: a trial has 3 at most"):
+    with pytest.raises(
+        CrossfedError,
+        match="grace period of 3 rounds leaves nothing to stop: a trial has 3 at most",
+    ):
         make(tmp_path, name="t", pruner="median", grace=3, max_rounds=3)
 
 
-def test_the_space_is_the_one_the_study_was_made_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = {"step": {"low": 0.1, "high": 1.0, "when": {"dim": [2, 4]}}, "patience": [None, 3], "dim": [2, 4]}
+def test_the_space_is_the_one_the_study_was_made_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {
+        "step": {"low": 0.1, "high": 1.0, "when": {"dim": [2, 4]}},
+        "patience": [None, 3],
+        "dim": [2, 4],
+    }
     made = make(tmp_path, changes=changes)
-    monkeypatch.setattr("crossfed.tuning.space.declared_search", lambda method: {"K": [1, 2]})  # another version's
+    # another version's
+    monkeypatch.setattr("crossfed.tuning.space.declared_search", lambda method: {"K": [1, 2]})
     assert Study.open(made.folder).parameters == made.parameters
 
 
@@ -273,14 +328,21 @@ def test_a_trial_without_a_number_is_no_finished_one(tmp_path: Path) -> None:
     task = study.next()
     assert task is not None
     nan = {"domains": {"books": float("nan"), "films": 0.1}, "epsilon": 1.0}
-    for facts in (FACTS, FACTS | {"epsilon": float("inf")}, FACTS | nan, FACTS | {"domains": {}, "epsilon": 1.0}):
+    for facts in (
+        FACTS,
+        FACTS | {"epsilon": float("inf")},
+        FACTS | nan,
+        FACTS | {"domains": {}, "epsilon": 1.0},
+    ):
         with pytest.raises(CrossfedError, match=r"the objective (mean|epsilon) came to no number"):
             study.finish(task.number, facts)
     study.fail(task.number, "no number")
     assert study.optuna.trials[0].state == TrialState.FAIL
 
 
-def test_a_trial_whose_end_cannot_be_written_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_whose_end_cannot_be_written_stays_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     study = make(tmp_path)
     task = study.next()
     assert task is not None
@@ -306,7 +368,8 @@ def test_the_time_budget_counts_over_processes_and_anew_for_more_trials(tmp_path
     again = Study.open(study.folder)
     assert again.seconds_left() == pytest.approx(20.0)
     again.spend(25.0)
-    again.drop(second.number, "time budget")  # left running by the process before, asked for by none since
+    # left running by the process before, asked for by none since
+    again.drop(second.number, "time budget")
     assert again.optuna.trials[second.number].state == TrialState.FAIL
     assert again.optuna.trials[second.number].user_attrs["status"] == "killed"
     again.extend(4)
@@ -320,14 +383,21 @@ def test_the_time_budget_counts_over_processes_and_anew_for_more_trials(tmp_path
         ("study.yaml", None, "There is no study in"),
         ("study.yaml", "search:\n  name: s\n", r"study.yaml cannot be read \(it has no 'run'\)"),
         ("study.yaml", "", "study.yaml cannot be read"),
-        ("study.yaml", "search: {name: s, trails: 3}", r"study.yaml: unknown key 'trails'; did you mean trials"),
+        (
+            "study.yaml",
+            "search: {name: s, trails: 3}",
+            r"study.yaml: unknown key 'trails'; did "
+            r"you mean trials",
+        ),
         ("study.yaml", "a: [", "study.yaml cannot be read"),
         ("optuna.db", None, "optuna.db, which holds the study's trials, is missing"),
         ("optuna.db", "", "holds no study s"),
         ("optuna.db", "rubbish" * 100, "optuna.db cannot be used: .*not a database"),
     ],
 )
-def test_a_damaged_study_is_told_in_a_sentence(tmp_path: Path, file: str, content: str | None, words: str) -> None:
+def test_a_damaged_study_is_told_in_a_sentence(
+    tmp_path: Path, file: str, content: str | None, words: str
+) -> None:
     study = make(tmp_path)
     path = study.folder / file
     if content is None:
@@ -351,14 +421,24 @@ def test_a_storage_is_found_from_elsewhere_and_its_password_is_not_told(
         make(tmp_path / "more", storage=f"sqlite:///{tmp_path / 'own.db'}")
     with pytest.raises(CrossfedError, match="names no file"):
         make(tmp_path / "more", storage="sqlite://")
-    with pytest.raises(CrossfedError, match=r"storage nodb://\*\*\*@host/x cannot be used") as caught:
+    with pytest.raises(
+        CrossfedError, match=r"storage nodb://\*\*\*@host/x cannot be used"
+    ) as caught:
         make(tmp_path / "more", storage="nodb://me:secret@host/x")
     assert "secret" not in str(caught.value)
 
 
 def test_a_setting_that_was_tried_is_not_run_again(tmp_path: Path) -> None:
-    """Each takes the value of the first at once, and another is asked for: ten trials are ten settings."""
-    study = make(tmp_path, sampler="tpe", trials=10, startup=1, changes={"dim": [1, 2, 3, 4], "K": [2, 3, 4, 5]})
+    """Each takes the value of the first at once, and another is asked for: ten trials are ten
+    settings.
+    """
+    study = make(
+        tmp_path,
+        sampler="tpe",
+        trials=10,
+        startup=1,
+        changes={"dim": [1, 2, 3, 4], "K": [2, 3, 4, 5]},
+    )
     asked = []
     while (task := study.next()) is not None:
         assert task.values not in asked
@@ -393,12 +473,16 @@ def test_what_is_perturbed_anew_each_time_is_run_again(tmp_path: Path) -> None:
     changes = {"dim": [2, 3]}
     study = make(tmp_path, "toys:WHISPER", sampler="random", trials=6, changes=changes)
     assert len(run_all(study)) == 6
-    seeded = make(tmp_path, "toys:WHISPER", ("privacy.noise_seed=1",), name="t", trials=6, changes=changes)
+    seeded = make(
+        tmp_path, "toys:WHISPER", ("privacy.noise_seed=1",), name="t", trials=6, changes=changes
+    )
     assert len(run_all(seeded)) == 2
 
 
 def test_stages_that_no_trial_reaches_are_named_with_their_keys() -> None:
-    """The first stage of fedcrf has 8 rounds; a key that both stages read, or that is marked with neither, matters."""
+    """The first stage of fedcrf has 8 rounds; a key that both stages read, or that is marked with
+    neither, matters.
+    """
     from crossfed.tuning.space import space
 
     config = build("fedcrf")
@@ -412,5 +496,6 @@ def test_stages_that_no_trial_reaches_are_named_with_their_keys() -> None:
     assert idle(("pretrain",), fed, searched) == ("K", "lambda_kd", "lambda_fa")
     both = space("fedcrf", {"ablation": ["none", "fed"]}, fed.config)
     assert unreached(Search(name="s"), fed, both) == ()
-    # the cap ends no trial before something was measured, and the first stage of fedcgr measures nothing
+    # the cap ends no trial before something was measured, and the first stage of fedcgr measures
+    # nothing
     assert unreached(Search(name="s", max_rounds=2), build("fedcgr"), {}) == ()

@@ -30,8 +30,13 @@ def test_what_a_run_lost_is_told(restarts: int, told: str, tmp_path: Path) -> No
 
 def test_what_was_done_before_an_interrupt_counts_and_a_repeated_round_once(tmp_path: Path) -> None:
     clock = iter([100.0, 103.0])
-    book = Book(build("toys:AVERAGE", values={"out": tmp_path}), 0, 0.5, 0.25, clock=lambda: next(clock))
-    rows = [{"step": 1, "seconds": 2.0, "bytes_up": 10}, {"step": 1, "seconds": 4.0, "bytes_up": 10}]
+    book = Book(
+        build("toys:AVERAGE", values={"out": tmp_path}), 0, 0.5, 0.25, clock=lambda: next(clock)
+    )
+    rows = [
+        {"step": 1, "seconds": 2.0, "bytes_up": 10},
+        {"step": 1, "seconds": 4.0, "bytes_up": 10},
+    ]
     (tmp_path / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     book.recall(tmp_path / "history.jsonl")
     facts = json.loads(book.json())

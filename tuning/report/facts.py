@@ -1,15 +1,17 @@
-"""What a study holds, read once: trials by what truly happened to them, the best, the Pareto front, the importance.
+"""What a study holds, read once: trials by what truly happened to them, the best, the Pareto front,
+the importance.
 
 Everything is read from an `optuna.Study` and the attributes that the search leaves in it.
 
-Study: `method`, `data`, `protocol`, `metric` (the validation metric, e.g. "recall_at_20"), `objectives` (names in the order of
-the study's directions: the metric, which is its mean over domains, "worst", "domain:NAME", "epsilon", "bytes").
-Trial: `status`, `rounds`, `max_rounds`, `seconds`, `cpu_seconds`, `gpu_seconds`, `run_id`, `reason`, `domains` (domain -> the
-metric at the selected round), `paper` (the paper's setting), `bytes_up`, `epsilon`.
+Study: `method`, `data`, `protocol`, `metric` (the validation metric, e.g. "recall_at_20"),
+`objectives` (names in the order of the study's directions: the metric, which is its mean over
+domains, "worst", "domain:NAME", "epsilon", "bytes"). Trial: `status`, `rounds`, `max_rounds`,
+`seconds`, `cpu_seconds`, `gpu_seconds`, `run_id`, `reason`, `domains` (domain -> the metric at the
+selected round), `paper` (the paper's setting), `bytes_up`, `epsilon`.
 
-Optuna's own state says little: a trial that the scheduler stopped is COMPLETE there, with the value it had reached. What
-happened is in `status`. Only *finished* trials, which no scheduler stopped, can be best or lie on the Pareto front; *pruned*
-trials are kept apart from them.
+Optuna's own state says little: a trial that the scheduler stopped is COMPLETE there, with the value
+it had reached. What happened is in `status`. Only *finished* trials, which no scheduler stopped,
+can be best or lie on the Pareto front; *pruned* trials are kept apart from them.
 """
 
 from __future__ import annotations
@@ -29,16 +31,30 @@ from crossfed.platform.errors import CrossfedError
 from crossfed.platform.report.figures import pretty
 
 Status = Literal["finished", "pruned", "failed", "killed", "running", "waiting", "unknown"]
-STATUSES: tuple[Status, ...] = ("finished", "pruned", "failed", "killed", "running", "waiting", "unknown")
+STATUSES: tuple[Status, ...] = (
+    "finished",
+    "pruned",
+    "failed",
+    "killed",
+    "running",
+    "waiting",
+    "unknown",
+)
 """What a trial can have come to, in the order of the tables."""
 
 ENOUGH_FOR_IMPORTANCE = 8
-"""Below so many scored trials, no importance is given. Random studies of four parameters, two of which mattered: with 8 trials
-the first named was one of the two in 19 of 20 studies; that the first two were both right took about 32 trials (14 of 20)."""
+"""Below so many scored trials, no importance is given. Random studies of four parameters, two of
+which mattered: with 8 trials the first named was one of the two in 19 of 20 studies; that the first
+two were both right took about 32 trials (14 of 20)."""
 
-_EVALUATOR: dict[str, Any] = {"target_quantile": 0.25, "region_quantile": 1.0, "evaluate_on_local": True}
-"""PED-ANOVA's arguments, pinned: what lifts a trial into the best quarter. It looks at ranks, so that the lower values of pruned
-trials do not distort it, and it takes parameters that only some trials have."""
+_EVALUATOR: dict[str, Any] = {
+    "target_quantile": 0.25,
+    "region_quantile": 1.0,
+    "evaluate_on_local": True,
+}
+"""PED-ANOVA's arguments, pinned: what lifts a trial into the best quarter. It looks at ranks, so
+that the lower values of pruned trials do not distort it, and it takes parameters that only some
+trials have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +64,10 @@ class TrialFacts:
     Attributes:
         values: one per objective; None where the trial came to no value.
         params: Config key -> value; a conditional key is missing where it was not asked for.
-        rounds, max_rounds: rounds run (as far as reported, for one that did not get to an end), and the most a full run takes.
-        seconds, cpu_seconds, gpu_seconds: wall time, and processor time over all nodes; None where not recorded.
+        rounds, max_rounds: rounds run (as far as reported, for one that did not get to an end), and
+            the most a full run takes.
+        seconds, cpu_seconds, gpu_seconds: wall time, and processor time over all nodes; None where
+            not recorded.
     """
 
     number: int
@@ -85,14 +103,22 @@ class TrialFacts:
         }
         status = told.get("status", unfinished.get(trial.state, "unknown"))
         values = trial.values
-        scored = status in ("finished", "pruned") and values is not None and not any(math.isnan(v) for v in values)
+        scored = (
+            status in ("finished", "pruned")
+            and values is not None
+            and not any(math.isnan(v) for v in values)
+        )
         return cls(
             number=trial.number,
             status=status,
             values=tuple(values) if scored and values is not None else None,
             params=trial.params,
             distributions=trial.distributions,
-            domains={domain: value for domain, value in told.get("domains", {}).items() if value is not None},
+            domains={
+                domain: value
+                for domain, value in told.get("domains", {}).items()
+                if value is not None
+            },
             rounds=told.get("rounds") or trial.last_step or 0,
             max_rounds=told.get("max_rounds"),
             seconds=told.get("seconds"),
@@ -111,7 +137,8 @@ class StudyFacts:
     """A study, read once.
 
     Attributes:
-        objectives: their names; signs: +1 where an objective is maximised, -1 where it is minimised.
+        objectives: their names; signs: +1 where an objective is maximised, -1 where it is
+            minimised.
         trials: by number.
     """
 
@@ -132,9 +159,12 @@ class StudyFacts:
             CrossfedError: the study has not the attributes that `crossfed tune` sets.
         """
         told = study.user_attrs
-        if missing := [key for key in ("method", "data", "protocol", "metric", "objectives") if key not in told]:
+        if missing := [
+            key for key in ("method", "data", "protocol", "metric", "objectives") if key not in told
+        ]:
             raise CrossfedError(
-                f"study {study.study_name} does not come from crossfed tune: it has no user attribute {missing[0]!r}."
+                f"study {study.study_name} does not come from crossfed tune: it has no user "
+                f"attribute {missing[0]!r}."
             )
         maximise = optuna.study.StudyDirection.MAXIMIZE
         with _quiet():
@@ -147,7 +177,9 @@ class StudyFacts:
             metric=told["metric"],
             objectives=tuple(told["objectives"]),
             signs=tuple(1 if direction == maximise else -1 for direction in study.directions),
-            trials=tuple(TrialFacts.of(trial) for trial in trials if "repeats" not in trial.user_attrs),
+            trials=tuple(
+                TrialFacts.of(trial) for trial in trials if "repeats" not in trial.user_attrs
+            ),
         )
 
     def of_status(self, *statuses: Status) -> tuple[TrialFacts, ...]:
@@ -170,9 +202,12 @@ class StudyFacts:
 
     @property
     def paper(self) -> TrialFacts | None:
-        """The trial of the paper's setting; a finished one before others, should there be several."""
+        """The trial of the paper's setting; a finished one before others, should there be several.
+        """
         found = [trial for trial in self.trials if trial.paper]
-        return min(found, key=lambda trial: (STATUSES.index(trial.status), trial.number), default=None)
+        return min(
+            found, key=lambda trial: (STATUSES.index(trial.status), trial.number), default=None
+        )
 
     @property
     def counts(self) -> str:
@@ -183,7 +218,9 @@ class StudyFacts:
 
     @property
     def spared(self) -> str:
-        """How far pruned trials got: at most what a full run would have taken beyond that was spared."""
+        """How far pruned trials got: at most what a full run would have taken beyond that was
+        spared.
+        """
         stopped = [trial for trial in self.of_status("pruned") if trial.max_rounds]
         if not stopped:
             return "no trial was stopped early"
@@ -192,19 +229,26 @@ class StudyFacts:
 
     def best(self, index: int = 0) -> TrialFacts | None:
         """The finished trial that is best in one objective; the earliest of equals."""
-        return max(self.scored("finished"), key=lambda t: self.signs[index] * t.value(index), default=None)
+        return max(
+            self.scored("finished"), key=lambda t: self.signs[index] * t.value(index), default=None
+        )
 
     def front(self) -> tuple[TrialFacts, ...]:
-        """Finished trials that no other finished trial dominates, ordered by the first objective."""
+        """Finished trials that no other finished trial dominates, ordered by the first objective.
+        """
         finished = self.scored("finished")
-        chosen = {trial.number for trial in _refit(self, finished).best_trials} if finished else set()
+        chosen = (
+            {trial.number for trial in _refit(self, finished).best_trials} if finished else set()
+        )
         found = [trial for place, trial in enumerate(finished) if place in chosen]
         return tuple(sorted(found, key=lambda trial: trial.values or ()))
 
     def label(self, objective: str) -> str:
         """An objective as figures name it."""
         named = {
-            self.metric: f"{pretty(self.metric)}, mean of domains" if len(self.domains) > 1 else pretty(self.metric),
+            self.metric: f"{pretty(self.metric)}, mean of domains"
+            if len(self.domains) > 1
+            else pretty(self.metric),
             "worst": f"{pretty(self.metric)}, worst domain",
             "epsilon": "privacy budget ε",
             "bytes": "bytes sent up",
@@ -248,8 +292,8 @@ def wrapped(label: str, width: int = 16) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Optuna's log lines about studies in memory, and its warnings about few trials and about choices that are lists, do not
-    reach the user."""
+    """Optuna's log lines about studies in memory, and its warnings about few trials and about
+    choices that are lists, do not reach the user."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
@@ -260,8 +304,12 @@ def _quiet() -> Iterator[None]:
         optuna.logging.set_verbosity(before)
 
 
-def _refit(facts: StudyFacts, trials: Sequence[TrialFacts], objective: int | None = None) -> optuna.Study:
-    """A study in memory that holds these trials alone, as complete, numbered by their place; of one objective or of all."""
+def _refit(
+    facts: StudyFacts, trials: Sequence[TrialFacts], objective: int | None = None
+) -> optuna.Study:
+    """A study in memory that holds these trials alone, as complete, numbered by their place; of one
+    objective or of all.
+    """
     up, down = optuna.study.StudyDirection.MAXIMIZE, optuna.study.StudyDirection.MINIMIZE
     directions = [up if sign > 0 else down for sign in facts.signs]
     chosen = slice(None) if objective is None else slice(objective, objective + 1)
@@ -273,10 +321,14 @@ def _refit(facts: StudyFacts, trials: Sequence[TrialFacts], objective: int | Non
             for name, kind in trial.distributions.items():
                 if isinstance(kind, optuna.distributions.CategoricalDistribution):
                     # by name: PED-ANOVA hashes the choices, which may be lists
-                    distributions[name] = optuna.distributions.CategoricalDistribution([repr(c) for c in kind.choices])
+                    distributions[name] = optuna.distributions.CategoricalDistribution(
+                        [repr(c) for c in kind.choices]
+                    )
                     params[name] = repr(params[name])
             study.add_trial(
-                optuna.trial.create_trial(params=params, distributions=distributions, values=trial.values[chosen])
+                optuna.trial.create_trial(
+                    params=params, distributions=distributions, values=trial.values[chosen]
+                )
             )
     return study
 
@@ -287,7 +339,8 @@ class Importance:
 
     Attributes:
         objective: its name.
-        shares: parameter -> share, descending; they add up to one. Empty where `note` says why there are none.
+        shares: parameter -> share, descending; they add up to one. Empty where `note` says why
+            there are none.
         note: what was left out or why nothing could be said; may be empty.
         trials: how many trials it rests on.
     """
@@ -299,13 +352,17 @@ class Importance:
 
 
 def importance(facts: StudyFacts) -> tuple[Importance, ...]:
-    """Importance of the parameters for every objective, by PED-ANOVA (arXiv 2304.10255; conditional: 2601.20800).
+    """Importance of the parameters for every objective, by PED-ANOVA (arXiv 2304.10255;
+    conditional: 2601.20800).
 
-    Finished trials and pruned ones, with the value they had reached, are compared by rank: what lifts a trial into the best
-    quarter. No share is given with fewer than `ENOUGH_FOR_IMPORTANCE` trials, or where all values are equal.
+    Finished trials and pruned ones, with the value they had reached, are compared by rank: what
+    lifts a trial into the best quarter. No share is given with fewer than `ENOUGH_FOR_IMPORTANCE`
+    trials, or where all values are equal.
     """
     trials = facts.scored("finished", "pruned")
-    seen = {name: {setting(t.params[name]) for t in trials if name in t.params} for name in facts.params}
+    seen = {
+        name: {setting(t.params[name]) for t in trials if name in t.params} for name in facts.params
+    }
     varied = [name for name, values in seen.items() if len(values) > 1]
     fixed = [name for name in seen if name not in varied]
     note = f"left out, with one value only: {', '.join(fixed)}" if fixed else ""
@@ -314,7 +371,9 @@ def importance(facts: StudyFacts) -> tuple[Importance, ...]:
         values = {trial.value(index) for trial in trials}
         why = ""
         if len(trials) < ENOUGH_FOR_IMPORTANCE:
-            why = f"too few trials: {len(trials)} came to a value, {ENOUGH_FOR_IMPORTANCE} are needed"
+            why = (
+                f"too few trials: {len(trials)} came to a value, {ENOUGH_FOR_IMPORTANCE} are needed"
+            )
         elif len(values) == 1:
             why = f"all {len(trials)} trials have the same value"
         elif not varied:

@@ -1,9 +1,11 @@
 """Figures of a study.
 
-Drawn on matplotlib's object interface like the figures of a run. Optuna's own Matplotlib plots go by a trial's state, which
-calls stopped trials complete (see `facts`), need pyplot's global state and are marked experimental.
+Drawn on matplotlib's object interface like the figures of a run. Optuna's own Matplotlib plots go
+by a trial's state, which calls stopped trials complete (see `facts`), need pyplot's global state
+and are marked experimental.
 
-Finished trials are filled circles, pruned ones hollow triangles with the value they were stopped at, the paper's setting a star.
+Finished trials are filled circles, pruned ones hollow triangles with the value they were stopped
+at, the paper's setting a star.
 """
 
 from __future__ import annotations
@@ -31,7 +33,16 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, ScalarFormatter
 from crossfed.platform.console import size
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.report.figures import COLOURS, GREY, MARKERS, below, panels, pretty, save
-from crossfed.tuning.report.facts import Status, StudyFacts, TrialFacts, importance, many, setting, short, wrapped
+from crossfed.tuning.report.facts import (
+    Status,
+    StudyFacts,
+    TrialFacts,
+    importance,
+    many,
+    setting,
+    short,
+    wrapped,
+)
 
 _MARK: dict[Status, dict[str, Any]] = {
     "finished": {"marker": "o", "ms": 6.5, "color": COLOURS[0], "mec": "white", "mew": 0.6},
@@ -63,8 +74,8 @@ _FEW = 8  # up to so many different values of a parameter stand one by one
 class Scale:
     """Where the values of one parameter or objective stand on a straight axis.
 
-    Numbers stand in proportion, or by their logarithm; categories one unit apart, numbers among them ascending. Infinite
-    values stand beyond the last finite one, past a gap.
+    Numbers stand in proportion, or by their logarithm; categories one unit apart, numbers among
+    them ascending. Infinite values stand beyond the last finite one, past a gap.
 
     Args:
         values: all values that are to be placed.
@@ -73,16 +84,27 @@ class Scale:
     """
 
     def __init__(
-        self, values: Sequence[Any], *, log: bool = False, category: bool = False, text: Callable[[Any], str] = setting
+        self,
+        values: Sequence[Any],
+        *,
+        log: bool = False,
+        category: bool = False,
+        text: Callable[[Any], str] = setting,
     ) -> None:
         self.text = text
-        numeric = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        numeric = all(
+            isinstance(value, int | float) and not isinstance(value, bool) for value in values
+        )
         self.category = category or not numeric
         self.log = log and not self.category
         if self.category:
-            ordered = sorted(values, key=lambda v: (isinstance(v, str | bool) or v is None, _rank(v), str(v)))
+            ordered = sorted(
+                values, key=lambda v: (isinstance(v, str | bool) or v is None, _rank(v), str(v))
+            )
             self.names = list(dict.fromkeys(text(value) for value in ordered))
-            self.infinite = [float(place) for place, name in enumerate(self.names) if name == "∞" and place]
+            self.infinite = [
+                float(place) for place, name in enumerate(self.names) if name == "∞" and place
+            ]
             self.limits = (-0.5, len(self.names) - 0.5)
             return
         finite = [self._flat(value) for value in values if math.isfinite(value)]
@@ -97,17 +119,25 @@ class Scale:
 
     @classmethod
     def of_param(cls, facts: StudyFacts, name: str) -> Self:
-        """For a parameter: as its distribution was declared, and one place per value for few whole numbers."""
+        """For a parameter: as its distribution was declared, and one place per value for few whole
+        numbers.
+        """
         held = [trial for trial in facts.trials if name in trial.params]
         kinds = [trial.distributions[name] for trial in held]
         values = [trial.params[name] for trial in held]
         few = all(isinstance(value, int) for value in values) and len(set(values)) <= _FEW
-        category = few or any(isinstance(kind, optuna.distributions.CategoricalDistribution) for kind in kinds)
-        return cls(values, log=any(getattr(kind, "log", False) for kind in kinds), category=category)
+        category = few or any(
+            isinstance(kind, optuna.distributions.CategoricalDistribution) for kind in kinds
+        )
+        return cls(
+            values, log=any(getattr(kind, "log", False) for kind in kinds), category=category
+        )
 
     @classmethod
     def of_objective(cls, facts: StudyFacts, index: int) -> Self:
-        """For an objective; by logarithm where it spans more than a factor of 100, and always for ε."""
+        """For an objective; by logarithm where it spans more than a factor of 100, and always for
+        ε.
+        """
         values = [trial.value(index) for trial in facts.scored("finished", "pruned")]
         finite = [value for value in values if math.isfinite(value)]
         objective = facts.objectives[index]
@@ -136,19 +166,27 @@ class Scale:
         low, high = self.inner
         if self.log:
             for multiples in ((1, 2, 5), (1, 3), (1,)):
-                steps = [m * 10.0**e for e in range(math.floor(low) - 1, math.ceil(high) + 1) for m in multiples]
+                steps = [
+                    m * 10.0**e
+                    for e in range(math.floor(low) - 1, math.ceil(high) + 1)
+                    for m in multiples
+                ]
                 raw = [value for value in steps if low - 1e-9 <= math.log10(value) <= high + 1e-9]
                 if len(raw) < 7:
                     break
             raw = raw if len(raw) > 1 else sorted({10**low, 10**high})
         else:
             nice = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
-            raw = [float(f"{value:.6g}") for value in nice if low <= float(f"{value:.6g}") <= high] or [low]
+            raw = [
+                float(f"{value:.6g}") for value in nice if low <= float(f"{value:.6g}") <= high
+            ] or [low]
         ends = [(place, "∞" if place > high else "-∞") for place in self.infinite]
         return sorted([(self._flat(value), self.text(value)) for value in raw] + ends)
 
     def dress(self, axis: Axes, side: Literal["x", "y"]) -> None:
-        """Give an axis this scale's limits and ticks, and a dotted line in the gap before an infinite value."""
+        """Give an axis this scale's limits and ticks, and a dotted line in the gap before an
+        infinite value.
+        """
         one: Axis = axis.xaxis if side == "x" else axis.yaxis
         (axis.set_xlim if side == "x" else axis.set_ylim)(*self.limits)
         if self.category or self.log or self.infinite:
@@ -157,8 +195,14 @@ class Scale:
         else:
             one.set_major_locator(MaxNLocator(nbins=6, integer=self.whole, min_n_ticks=1))
             plain = ScalarFormatter(useOffset=False)
-            one.set_major_formatter(FuncFormatter(lambda value, _: size(value)) if self.text is size else plain)
-        if side == "x" and self.category and not _fits(axis, [short(name, 16) for name in self.names]):
+            one.set_major_formatter(
+                FuncFormatter(lambda value, _: size(value)) if self.text is size else plain
+            )
+        if (
+            side == "x"
+            and self.category
+            and not _fits(axis, [short(name, 16) for name in self.names])
+        ):
             axis.tick_params(axis="x", rotation=30)
         for place in self.infinite:
             gap = place - 0.5 if self.category else (place + self.inner[place > self.inner[1]]) / 2
@@ -184,23 +228,35 @@ def _spread(places: Sequence[float], category: bool) -> list[float]:
     for index, place in enumerate(places):
         same = [i for i, other in enumerate(places) if other == place]
         width = min(0.5, 0.08 * (len(same) - 1))
-        found.append(place + width * ((same.index(index) / (len(same) - 1) - 0.5) if len(same) > 1 else 0.0))
+        found.append(
+            place + width * ((same.index(index) / (len(same) - 1) - 0.5) if len(same) > 1 else 0.0)
+        )
     return found
 
 
-def _draw(axis: Axes, trials: Sequence[TrialFacts], xs: Sequence[float], ys: Sequence[float]) -> None:
+def _draw(
+    axis: Axes, trials: Sequence[TrialFacts], xs: Sequence[float], ys: Sequence[float]
+) -> None:
     """Finished and pruned trials apart, the paper's setting on top."""
     for status in _SCORED:
         chosen = [i for i, trial in enumerate(trials) if trial.status == status and not trial.paper]
-        axis.plot([xs[i] for i in chosen], [ys[i] for i in chosen], ls="", gid=status, **_MARK[status])
+        axis.plot(
+            [xs[i] for i in chosen], [ys[i] for i in chosen], ls="", gid=status, **_MARK[status]
+        )
     for i, trial in enumerate(trials):
         if trial.paper:
             axis.plot(xs[i], ys[i], ls="", gid="paper", zorder=5, **_STAR)
 
 
-def _legend(figure: Figure, facts: StudyFacts, more: Sequence[Line2D] = (), lost: bool = False) -> None:
-    shown: tuple[Status, ...] = ("finished", "pruned", "failed", "killed") if lost else ("finished", "pruned")
-    handles = [Line2D([], [], ls="", label=_WORDS[s], **_MARK[s]) for s in shown if facts.of_status(s)]
+def _legend(
+    figure: Figure, facts: StudyFacts, more: Sequence[Line2D] = (), lost: bool = False
+) -> None:
+    shown: tuple[Status, ...] = (
+        ("finished", "pruned", "failed", "killed") if lost else ("finished", "pruned")
+    )
+    handles = [
+        Line2D([], [], ls="", label=_WORDS[s], **_MARK[s]) for s in shown if facts.of_status(s)
+    ]
     if facts.paper is not None and facts.paper.values is not None:
         handles.append(Line2D([], [], ls="", label="the paper's setting", **_STAR))
     _below(figure, [*handles, *more])
@@ -226,7 +282,17 @@ def _figure(
 
 def _nothing(axis: Axes, text: str) -> None:
     """An empty panel that says why it is empty."""
-    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", color=GREY, fontsize=11, wrap=True)
+    axis.text(
+        0.5,
+        0.5,
+        text,
+        transform=axis.transAxes,
+        ha="center",
+        va="center",
+        color=GREY,
+        fontsize=11,
+        wrap=True,
+    )
     axis.set_xticks([])
     axis.set_yticks([])
     axis.spines[:].set_visible(False)
@@ -246,14 +312,24 @@ def optimisation_history(study: optuna.Study) -> Figure:
         places = [scale.place(trial.value(index)) for trial in trials]
         _draw(axis, trials, [trial.number for trial in trials], places)
         done = [
-            (trial.number, place) for trial, place in zip(trials, places, strict=True) if trial.status == "finished"
+            (trial.number, place)
+            for trial, place in zip(trials, places, strict=True)
+            if trial.status == "finished"
         ]
         if done:
             best = sign * np.maximum.accumulate([sign * place for _, place in done])
             numbers = [*(number for number, _ in done), facts.trials[-1].number + 0.5]
-            axis.step(numbers, [*best, best[-1]], where="post", color=GREY, lw=1.5, zorder=1, gid="best")
+            axis.step(
+                numbers, [*best, best[-1]], where="post", color=GREY, lw=1.5, zorder=1, gid="best"
+            )
         if facts.paper is not None and facts.paper.values is not None:
-            axis.axhline(scale.place(facts.paper.value(index)), color=COLOURS[3], lw=1, ls=(0, (4, 3)), zorder=1)
+            axis.axhline(
+                scale.place(facts.paper.value(index)),
+                color=COLOURS[3],
+                lw=1,
+                ls=(0, (4, 3)),
+                zorder=1,
+            )
         scale.dress(axis, "y")
         if facts.of_status("failed", "killed") and trials:  # room for the marks at the foot
             low, high = axis.get_ylim()
@@ -268,7 +344,14 @@ def optimisation_history(study: optuna.Study) -> Figure:
         axis.set_ylabel(facts.label(objective))
         if not trials:
             axis.set_yticks([])
-            axis.text(0.5, 0.5, "no trial came to a value", transform=axis.transAxes, ha="center", color=GREY)
+            axis.text(
+                0.5,
+                0.5,
+                "no trial came to a value",
+                transform=axis.transAxes,
+                ha="center",
+                color=GREY,
+            )
     best_line = Line2D([], [], color=GREY, lw=1.5, label="best finished so far")
     _legend(figure, facts, [best_line] if facts.scored("finished") else [], lost=True)
     return figure
@@ -277,7 +360,8 @@ def optimisation_history(study: optuna.Study) -> Figure:
 def _colours(facts: StudyFacts) -> tuple[Colormap, Normalize]:
     """Colours of the first objective over the finished trials' range, darker where better.
 
-    Viridis, which is told apart with any colour vision, without its yellow end, which is hard to see on white.
+    Viridis, which is told apart with any colour vision, without its yellow end, which is hard to
+    see on white.
     """
     points = np.linspace(0.0, 0.88, 64)
     colours = matplotlib.colormaps["viridis"](points[:: -facts.signs[0]])
@@ -286,14 +370,17 @@ def _colours(facts: StudyFacts) -> tuple[Colormap, Normalize]:
         finite = finite or [trial.value(0) for trial in chosen if math.isfinite(trial.value(0))]
     low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
     room = 0.0 if high > low else abs(low) * 0.05 or 0.5
-    return LinearSegmentedColormap.from_list("value", colours), Normalize(low - room, high + room, clip=True)
+    return LinearSegmentedColormap.from_list("value", colours), Normalize(
+        low - room, high + room, clip=True
+    )
 
 
 _UNUSED = -0.1  # where a line crosses the axis of a parameter that its trial has not
 
 
 def parallel_coordinates(study: optuna.Study) -> Figure | None:
-    """One line per trial over all parameters and objectives: finished solid, pruned faint, coloured by the first objective.
+    """One line per trial over all parameters and objectives: finished solid, pruned faint, coloured
+    by the first objective.
 
     Returns:
         The figure, or None when no trial came to a value.
@@ -313,10 +400,18 @@ def parallel_coordinates(study: optuna.Study) -> Figure | None:
             raw = [trial.params.get(names[position], _UNUSED) for trial in trials]
             held = [names[position] in trial.params for trial in trials]
         else:
-            raw, held = [trial.value(position - len(names)) for trial in trials], [True] * len(trials)
-        places = [scale.place(value) if there else math.nan for value, there in zip(raw, held, strict=True)]
+            raw, held = (
+                [trial.value(position - len(names)) for trial in trials],
+                [True] * len(trials),
+            )
+        places = [
+            scale.place(value) if there else math.nan
+            for value, there in zip(raw, held, strict=True)
+        ]
         shares = [scale.share(place) for place in _spread(places, scale.category)]
-        heights.append([share if there else _UNUSED for share, there in zip(shares, held, strict=True)])
+        heights.append(
+            [share if there else _UNUSED for share, there in zip(shares, held, strict=True)]
+        )
     colours, norm = _colours(facts)
     across = range(len(scales))
     for place, trial in sorted(enumerate(trials), key=lambda pair: _SCORED.index(pair[1].status)):
@@ -337,7 +432,10 @@ def parallel_coordinates(study: optuna.Study) -> Figure | None:
                 position - 0.04, height, name, ha="right", va="center", fontsize=8.5, zorder=4,
                 bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.8},
             )  # fmt: skip
-    labels = [*map(wrapped, names), *(facts.label(objective).replace(", ", ",\n") for objective in facts.objectives)]
+    labels = [
+        *map(wrapped, names),
+        *(facts.label(objective).replace(", ", ",\n") for objective in facts.objectives),
+    ]
     axis.set_xticks(across, labels)
     axis.set_xlim(-0.6, len(scales) - 0.85)
     axis.set_ylim(_UNUSED - 0.05 if any(_UNUSED in column for column in heights) else -0.03, 1.03)
@@ -346,8 +444,12 @@ def parallel_coordinates(study: optuna.Study) -> Figure | None:
     axis.spines[:].set_visible(False)
     below = any(trial.value(0) < (norm.vmin or 0.0) for trial in trials)
     above = any(trial.value(0) > (norm.vmax or 0.0) for trial in trials)
-    extend = {(True, False): "min", (False, True): "max", (True, True): "both"}.get((below, above), "neither")
-    bar = figure.colorbar(ScalarMappable(norm, colours), ax=axis, pad=0.02, fraction=0.04, extend=extend)
+    extend = {(True, False): "min", (False, True): "max", (True, True): "both"}.get(
+        (below, above), "neither"
+    )
+    bar = figure.colorbar(
+        ScalarMappable(norm, colours), ax=axis, pad=0.02, fraction=0.04, extend=extend
+    )
     bar.set_label(facts.label(facts.objectives[0]))
     drawn = {"finished": Line2D([], [], color=GREY, lw=1.7, label=_WORDS["finished"])}
     drawn["pruned"] = Line2D([], [], color=GREY, lw=1.1, alpha=0.6, ls="--", label=_WORDS["pruned"])
@@ -359,7 +461,8 @@ def parallel_coordinates(study: optuna.Study) -> Figure | None:
 
 
 def slices(study: optuna.Study, params: Sequence[str] | None = None) -> Figure | None:
-    """Value against each parameter, one panel per parameter and objective, with the median of finished trials per category.
+    """Value against each parameter, one panel per parameter and objective, with the median of
+    finished trials per category.
 
     Args:
         params: which; by default all that any trial has.
@@ -387,36 +490,56 @@ def slices(study: optuna.Study, params: Sequence[str] | None = None) -> Figure |
         ys = [up.place(trial.value(index)) for trial in trials]
         if across.category:
             for place in sorted(set(xs)):
-                own = [y for x, y, t in zip(xs, ys, trials, strict=True) if x == place and t.status == "finished"]
+                own = [
+                    y
+                    for x, y, t in zip(xs, ys, trials, strict=True)
+                    if x == place and t.status == "finished"
+                ]
                 if len(own) > 1:
                     medians = True
                     axis.plot(
-                        [place - 0.32, place + 0.32], [statistics.median(own)] * 2, color=GREY, lw=1.6, gid="median"
+                        [place - 0.32, place + 0.32],
+                        [statistics.median(own)] * 2,
+                        color=GREY,
+                        lw=1.6,
+                        gid="median",
                     )
         _draw(axis, trials, _spread(xs, across.category), ys)
         across.dress(axis, "x")
         up.dress(axis, "y")
         axis.set_xlabel(wrapped(name, 40))
         axis.set_ylabel(facts.label(facts.objectives[index]).replace(", ", ",\n"))
-    _legend(figure, facts, [Line2D([], [], color=GREY, lw=1.6, label="median of finished")] if medians else [])
+    _legend(
+        figure,
+        facts,
+        [Line2D([], [], color=GREY, lw=1.6, label="median of finished")] if medians else [],
+    )
     return figure
 
 
 def _known(facts: StudyFacts, name: str) -> None:
     if name not in facts.params:
         raise CrossfedError(
-            f"study {facts.name} does not search {name}; it searches {', '.join(facts.params) or 'nothing'}."
+            f"study {facts.name} does not search {name}; it searches "
+            f"{', '.join(facts.params) or 'nothing'}."
         )
 
 
 def importances(study: optuna.Study) -> Figure:
-    """Importance of each parameter as bars, one panel per objective; a note where nothing can be said."""
+    """Importance of each parameter as bars, one panel per objective; a note where nothing can be
+    said.
+    """
     facts = StudyFacts.of(study)
     found = importance(facts)
-    note = f"PED-ANOVA over {found[0].trials} finished and pruned trials: what lifts a trial into the best quarter"
+    note = (
+        f"PED-ANOVA over {found[0].trials} finished and pruned trials: what lifts a trial "
+        f"into the best quarter"
+    )
     rows = max(len(one.shares) for one in found)
     height = max(2.2, 0.45 * rows + 1)
-    figure, axes = _figure(len(found), "Importance of hyperparameters", facts, note if rows else "", height)
+    figure, axes = _figure(
+        len(found), "Importance of hyperparameters", facts, note if rows else "", height
+    )
     for axis, one in zip(axes, found, strict=True):
         if not one.shares:
             _nothing(axis, f"No importance for {facts.label(one.objective)}:\n{one.note}.")
@@ -427,12 +550,16 @@ def importances(study: optuna.Study) -> Figure:
         axis.set_yticks(range(len(names)), [wrapped(name, 24) for name in names])
         axis.set_xlim(0, max(shares) * 1.15)
         axis.grid(False)
-        axis.set_xlabel(f"share of importance for {facts.label(one.objective)}" + (f"\n{one.note}" if one.note else ""))
+        axis.set_xlabel(
+            f"share of importance for {facts.label(one.objective)}"
+            + (f"\n{one.note}" if one.note else "")
+        )
     return figure
 
 
 def pareto_front(study: optuna.Study) -> Figure | None:
-    """Trials in the plane of two objectives and the front of the finished ones; a grid of all pairs for three and more.
+    """Trials in the plane of two objectives and the front of the finished ones; a grid of all pairs
+    for three and more.
 
     Returns:
         The figure, or None for a single objective or when no trial came to a value.
@@ -444,27 +571,52 @@ def pareto_front(study: optuna.Study) -> Figure | None:
         return None
     front = facts.front()
     pairs = [(x, y) for y in range(1, count) for x in range(y)]
-    note = f"{many(len(front), 'finished trial')} on the front" + ("" if count == 2 else f" of all {count} objectives")
+    note = f"{many(len(front), 'finished trial')} on the front" + (
+        "" if count == 2 else f" of all {count} objectives"
+    )
     figure, axes = _figure(len(pairs), "Pareto front", facts, note, height=4.8)
     scales = [Scale.of_objective(facts, index) for index in range(count)]
     for axis, (x, y) in zip(axes, pairs, strict=True):
-        at = {trial.number: (scales[x].place(trial.value(x)), scales[y].place(trial.value(y))) for trial in trials}
+        at = {
+            trial.number: (scales[x].place(trial.value(x)), scales[y].place(trial.value(y)))
+            for trial in trials
+        }
         _draw(axis, trials, [p for p, _ in at.values()], [q for _, q in at.values()])
         scales[x].dress(axis, "x")
         scales[y].dress(axis, "y")
         held = [at[trial.number] for trial in front]
-        ring: dict[str, Any] = {"marker": "o", "ms": 11, "color": "none", "mec": COLOURS[2], "mew": 1.8}
+        ring: dict[str, Any] = {
+            "marker": "o",
+            "ms": 11,
+            "color": "none",
+            "mec": COLOURS[2],
+            "mew": 1.8,
+        }
         axis.plot([p for p, _ in held], [q for _, q in held], ls="", gid="front", zorder=4, **ring)
         for trial in front:
             axis.annotate(
-                str(trial.number), at[trial.number], xytext=(7, 7), textcoords="offset points", fontsize=10, zorder=6
+                str(trial.number),
+                at[trial.number],
+                xytext=(7, 7),
+                textcoords="offset points",
+                fontsize=10,
+                zorder=6,
             )
         if count == 2 and held:
             steps = _staircase(held, facts.signs, axis.get_xlim(), axis.get_ylim())
-            axis.plot([p for p, _ in steps], [q for _, q in steps], color=COLOURS[2], lw=1.5, zorder=1, gid="staircase")
+            axis.plot(
+                [p for p, _ in steps],
+                [q for _, q in steps],
+                color=COLOURS[2],
+                lw=1.5,
+                zorder=1,
+                gid="staircase",
+            )
         axis.grid(True, color="#dddddd", lw=0.8)
         axis.set_xlabel(f"{facts.label(facts.objectives[x])} ({_BETTER[facts.signs[x]]} is better)")
-        axis.set_ylabel(f"{facts.label(facts.objectives[y])}\n({_BETTER[facts.signs[y]]} is better)")
+        axis.set_ylabel(
+            f"{facts.label(facts.objectives[y])}\n({_BETTER[facts.signs[y]]} is better)"
+        )
     ring_handle = Line2D(
         [], [], ls="-" if count == 2 else "", lw=1.5, color=COLOURS[2], marker="o", ms=10, mfc="none", mew=1.8,
         label="Pareto front, with trial numbers",
@@ -477,14 +629,21 @@ _BETTER = {1: "higher", -1: "lower"}
 
 
 def _staircase(
-    front: Sequence[tuple[float, float]], signs: Sequence[int], xs: tuple[float, float], ys: tuple[float, float]
+    front: Sequence[tuple[float, float]],
+    signs: Sequence[int],
+    xs: tuple[float, float],
+    ys: tuple[float, float],
 ) -> list[tuple[float, float]]:
     """Border of what the front dominates, from the worst end of x to the worst end of y.
 
-    A point dominates all that is worse in both, so between two neighbours the border has a corner at the worse value of each.
+    A point dominates all that is worse in both, so between two neighbours the border has a corner
+    at the worse value of each.
     """
-    worst_x, worst_y = (low if sign > 0 else high for sign, (low, high) in zip(signs, (xs, ys), strict=True))
-    points = sorted(set(front), key=lambda point: signs[0] * point[0])  # from worst to best x: best to worst y
+    worst_x, worst_y = (
+        low if sign > 0 else high for sign, (low, high) in zip(signs, (xs, ys), strict=True)
+    )
+    # from worst to best x: best to worst y
+    points = sorted(set(front), key=lambda point: signs[0] * point[0])
     path = [(worst_x, points[0][1])]
     for (x, y), following in zip(points, [*points[1:], None], strict=True):
         path += [(x, y), (x, following[1] if following else worst_y)]
@@ -492,20 +651,24 @@ def _staircase(
 
 
 def sensitivity(study: optuna.Study, param: str) -> Figure | None:
-    """The validation metric against one parameter: a panel per domain, mean ± one standard deviation over the other settings.
+    """The validation metric against one parameter: a panel per domain, mean ± one standard
+    deviation over the other settings.
 
-    Finished trials only. Values of a continuous parameter, where there are more than eight, are gathered into up to five groups
-    of equal size; the trials themselves are drawn faintly behind.
+    Finished trials only. Values of a continuous parameter, where there are more than eight, are
+    gathered into up to five groups of equal size; the trials themselves are drawn faintly behind.
 
     Returns:
-        The figure, or None where finished trials have not at least two values of the parameter, or no domain was measured.
+        The figure, or None where finished trials have not at least two values of the parameter, or
+        no domain was measured.
 
     Raises:
         CrossfedError: no trial has the parameter.
     """
     facts = StudyFacts.of(study)
     _known(facts, param)
-    trials = [trial for trial in facts.of_status("finished") if param in trial.params and trial.domains]
+    trials = [
+        trial for trial in facts.of_status("finished") if param in trial.params and trial.domains
+    ]
     distinct = {setting(trial.params[param]) for trial in trials}
     if len(distinct) < 2:
         return None
@@ -514,20 +677,38 @@ def sensitivity(study: optuna.Study, param: str) -> Figure | None:
         isinstance(k, optuna.distributions.CategoricalDistribution) for k in kinds
     )
     scale = Scale(
-        [t.params[param] for t in trials], log=any(getattr(k, "log", False) for k in kinds), category=not grouped
+        [t.params[param] for t in trials],
+        log=any(getattr(k, "log", False) for k in kinds),
+        category=not grouped,
     )
     note = "mean ± 1 standard deviation over the finished trials' other settings"
     if grouped:
         note += ", of neighbouring values together"
-    figure, axes = _figure(len(facts.domains), f"{pretty(facts.metric)} against {short(param, 40)}", facts, note)
+    figure, axes = _figure(
+        len(facts.domains), f"{pretty(facts.metric)} against {short(param, 40)}", facts, note
+    )
     for index, (axis, domain) in enumerate(zip(axes, facts.domains, strict=True)):
         held = [trial for trial in trials if domain in trial.domains]
         places = np.array([scale.place(trial.params[param]) for trial in held])
         values = np.array([trial.domains[domain] for trial in held], float)
         colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
         beside = _spread(places.tolist(), scale.category)
-        axis.plot(beside, values, ls="", marker=marker, ms=4, color=colour, alpha=0.35, mew=0, gid="trials")
-        groups = _groups(places) if grouped else [np.flatnonzero(places == place) for place in np.unique(places)]
+        axis.plot(
+            beside,
+            values,
+            ls="",
+            marker=marker,
+            ms=4,
+            color=colour,
+            alpha=0.35,
+            mew=0,
+            gid="trials",
+        )
+        groups = (
+            _groups(places)
+            if grouped
+            else [np.flatnonzero(places == place) for place in np.unique(places)]
+        )
         at = [float(places[group].mean()) for group in groups]
         means = [float(values[group].mean()) for group in groups]
         bars = [float(values[group].std(ddof=1)) if len(group) > 1 else 0.0 for group in groups]
@@ -550,8 +731,11 @@ def sensitivity(study: optuna.Study, param: str) -> Figure | None:
     ]
     if facts.paper is not None and param in facts.paper.params:
         told = f"the paper's value: {setting(facts.paper.params[param])}"
-        star = {key: value for key, value in _STAR.items() if key != "color"} | {"mfc": _STAR["color"]}
-        star = star if facts.paper in trials else {}  # only the line is drawn for a trial that did not finish
+        star = {key: value for key, value in _STAR.items() if key != "color"} | {
+            "mfc": _STAR["color"]
+        }
+        # only the line is drawn for a trial that did not finish
+        star = star if facts.paper in trials else {}
         handles.append(Line2D([], [], color=COLOURS[3], ls="--", lw=1.2, label=told, **star))
     _below(figure, handles)
     return figure
@@ -586,7 +770,15 @@ def rounds_run(study: optuna.Study) -> Figure | None:
     full = [max(trial.max_rounds or 0, trial.rounds) for trial in trials]
     numbers = [trial.number for trial in trials]
     apart = len(trials) <= 60  # beyond that, edges and hatches would hide the bars
-    axis.bar(numbers, full, color="#eeeeee", edgecolor="#cccccc", linewidth=float(apart), width=0.8, gid="max")
+    axis.bar(
+        numbers,
+        full,
+        color="#eeeeee",
+        edgecolor="#cccccc",
+        linewidth=float(apart),
+        width=0.8,
+        gid="max",
+    )
     for status, colour in _BAR.items():
         own = [trial for trial in trials if trial.status == status]
         axis.bar([t.number for t in own], [t.rounds for t in own], color=colour, width=0.8, gid=status,
@@ -595,7 +787,11 @@ def rounds_run(study: optuna.Study) -> Figure | None:
     axis.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_xlabel("trial")
     axis.set_ylabel("rounds")
-    handles = [Patch(color=colour, label=status) for status, colour in _BAR.items() if facts.of_status(status)]
+    handles = [
+        Patch(color=colour, label=status)
+        for status, colour in _BAR.items()
+        if facts.of_status(status)
+    ]
     handles.append(Patch(facecolor="#eeeeee", edgecolor="#cccccc", label="at most, in a full run"))
     _below(figure, handles)
     return figure

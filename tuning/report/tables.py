@@ -1,6 +1,7 @@
 """Tables of a study, for the terminal, Markdown and CSV, and the whole study at a glance.
 
-Every table keeps trials that ran to their end apart from those that the scheduler stopped (see `facts`).
+Every table keeps trials that ran to their end apart from those that the scheduler stopped (see
+`facts`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Column:
         name: its heading; csv_name: its heading in CSV, where that differs.
         text: value -> text; an absent value is a dash.
         only: "text" leaves it out of CSV, "csv" out of the others.
-        spare: in a terminal too narrow for the table, columns with the highest number go first; None stays.
+        spare: in a terminal too narrow for the table, columns with the highest number go first;
+            None stays.
     """
 
     name: str
@@ -59,7 +61,8 @@ class Table:
     """Rows with raw values; prints itself on a rich console, and writes itself as Markdown and CSV.
 
     Attributes:
-        groups: rows that belong together; a line parts them in the terminal. A row has a value, or None, per column.
+        groups: rows that belong together; a line parts them in the terminal. A row has a value, or
+            None, per column.
         caption: what the numbers are.
         best: indices of rows, counted over all groups, in bold.
     """
@@ -104,7 +107,9 @@ class Table:
         kept = {c.csv_name or c.name: i for i, c in enumerate(self.columns) if c.only != "text"}
         return Grid(
             title=self.title,
-            columns=tuple(GridColumn(self.columns[i].name, right=self.columns[i].right) for i in shown),
+            columns=tuple(
+                GridColumn(self.columns[i].name, right=self.columns[i].right) for i in shown
+            ),
             rows=tuple(
                 tuple(Cell(self._cell(row, i), best=index in self.best) for i in shown)
                 for index, row in enumerate(self.rows)
@@ -113,11 +118,16 @@ class Table:
             records=tuple({name: row[i] for name, i in kept.items()} for row in self.rows),
         )
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
         """In a terminal: as many columns as fit, and which were left out."""
         shown = self._for_people()
         left_out: list[str] = []
-        while Measurement.get(console, options.update(max_width=10_000), self._rich(shown)).maximum > options.max_width:
+        while (
+            Measurement.get(console, options.update(max_width=10_000), self._rich(shown)).maximum
+            > options.max_width
+        ):
             spare = [i for i in shown if self.columns[i].spare is not None]
             if not spare:
                 break
@@ -134,7 +144,11 @@ class Table:
         table = RichTable(title=self.title, title_justify="left", title_style="bold")
         for i in shown:
             column = self.columns[i]
-            table.add_column(Text(wrapped(column.name)), justify="right" if column.right else "left", overflow="fold")
+            table.add_column(
+                Text(wrapped(column.name)),
+                justify="right" if column.right else "left",
+                overflow="fold",
+            )
         for group in self.groups:
             for row in group:
                 style = "bold" if len(table.rows) in self.best else ""
@@ -155,7 +169,9 @@ def _plain(text: str) -> str:
 
 
 def trials_table(study: optuna.Study) -> Table:
-    """Every trial, grouped by what it came to, the best first within a group; the best finished ones in bold."""
+    """Every trial, grouped by what it came to, the best first within a group; the best finished
+    ones in bold.
+    """
     return _trials_table(StudyFacts.of(study))
 
 
@@ -173,10 +189,21 @@ def _trials_table(facts: StudyFacts) -> Table:
         Column("time", span, only="text", spare=3),
         *(
             Column(n, only="csv")
-            for n in ("seconds", "cpu_seconds", "gpu_seconds", "bytes_up", "epsilon", "run_id", "reason")
+            for n in (
+                "seconds",
+                "cpu_seconds",
+                "gpu_seconds",
+                "bytes_up",
+                "epsilon",
+                "run_id",
+                "reason",
+            )
         ),
     )
-    groups = [sorted(facts.of_status(status), key=lambda trial: _merit(facts, trial)) for status in STATUSES]
+    groups = [
+        sorted(facts.of_status(status), key=lambda trial: _merit(facts, trial))
+        for status in STATUSES
+    ]
     order = [trial.number for group in groups for trial in group]
     best = {trial.number for trial in _winners(facts)}
     said = [f"Validation only; {facts.counts}; {facts.spared}."]
@@ -187,7 +214,9 @@ def _trials_table(facts: StudyFacts) -> Table:
     return Table(
         title="Trials",
         columns=columns,
-        groups=tuple(tuple(_trial_row(facts, trial) for trial in group) for group in groups if group),
+        groups=tuple(
+            tuple(_trial_row(facts, trial) for trial in group) for group in groups if group
+        ),
         caption=" ".join(said),
         best=frozenset(index for index, which in enumerate(order) if which in best),
     )
@@ -216,8 +245,12 @@ def _trial_row(facts: StudyFacts, trial: TrialFacts) -> tuple[Any, ...]:
 
 def _measured(facts: StudyFacts) -> list[Column]:
     """A column per objective and, where there are several domains, one per domain."""
-    objectives = [Column(name, lambda value, name=name: value_text(name, value)) for name in facts.objectives]  # type: ignore[misc]
-    return objectives + [Column(d, number, csv_name=f"{d} {facts.metric}", spare=2) for d in facts.domains]
+    objectives = [
+        Column(name, lambda value, name=name: value_text(name, value)) for name in facts.objectives
+    ]  # type: ignore[misc]
+    return objectives + [
+        Column(d, number, csv_name=f"{d} {facts.metric}", spare=2) for d in facts.domains
+    ]
 
 
 def _settings(facts: StudyFacts) -> list[Column]:
@@ -227,7 +260,9 @@ def _settings(facts: StudyFacts) -> list[Column]:
 def _cells(facts: StudyFacts, trial: TrialFacts) -> list[Any]:
     """Values of `_measured` and `_settings`."""
     held = [
-        ("None" if trial.params[name] is None else trial.params[name]) if name in trial.params else None
+        ("None" if trial.params[name] is None else trial.params[name])
+        if name in trial.params
+        else None
         for name in facts.params
     ]
     return [
@@ -255,7 +290,9 @@ def _winners(facts: StudyFacts) -> tuple[TrialFacts, ...]:
 
 
 def best_lines(study: optuna.Study) -> list[str]:
-    """The best finished trial in words, for every objective: its settings, and what it gains over the paper's."""
+    """The best finished trial in words, for every objective: its settings, and what it gains over
+    the paper's.
+    """
     return _best_lines(StudyFacts.of(study))
 
 
@@ -269,32 +306,49 @@ def _best_lines(facts: StudyFacts) -> list[str]:
         if best.paper:
             told += ", the paper's setting"
         if best.domains:
-            told += f" ({facts.metric}: {', '.join(f'{d} {number(v)}' for d, v in best.domains.items())})"
+            told += (
+                f" ({facts.metric}: "
+                f"{', '.join(f'{d} {number(v)}' for d, v in best.domains.items())})"
+            )
         lines.append(told)
         if best.params:
-            lines.append("  " + " ".join(f"--set {name}={_argument(value)}" for name, value in best.params.items()))
+            lines.append(
+                "  "
+                + " ".join(
+                    f"--set {name}={_argument(value)}" for name, value in best.params.items()
+                )
+            )
         if facts.paper is not None and not best.paper:
             lines.append(f"  {_against_paper(objective, best.value(index), facts.paper, index)}")
         ahead = [
             f"{t.number} ({value_text(objective, t.value(index))} after {t.rounds} rounds)"
             for t in facts.scored("pruned")
-            if facts.signs[index] > 0 and t.value(index) > best.value(index)  # of costs, a shorter run always has less
+            # of costs, a shorter run always has less
+            if facts.signs[index] > 0 and t.value(index) > best.value(index)
         ]
         if ahead:
-            lines.append(f"  Stopped with more than that, and not counted: trial {', '.join(ahead)}.")
+            lines.append(
+                f"  Stopped with more than that, and not counted: trial {', '.join(ahead)}."
+            )
     return lines
 
 
 def _against_paper(objective: str, value: float, paper: TrialFacts, index: int) -> str:
     if paper.values is None:
-        return f"The paper's setting, trial {paper.number}, is {paper.status} and has no value to compare with."
+        return (
+            f"The paper's setting, trial {paper.number}, is {paper.status} and has no value "
+            f"to compare with."
+        )
     own = paper.value(index)
     told = f"The paper's setting: {value_text(objective, own)}, trial {paper.number}"
     if paper.status == "pruned":
         return f"{told}, stopped after {paper.rounds} rounds, so not comparable."
     if own == value or not own or math.isinf(own) or math.isinf(value):
         return f"{told}."
-    return f"{told}; the best is {100 * abs(value - own) / abs(own):.1f} % {'higher' if value > own else 'lower'}."
+    return (
+        f"{told}; the best is {100 * abs(value - own) / abs(own):.1f} % "
+        f"{'higher' if value > own else 'lower'}."
+    )
 
 
 def _argument(value: Any) -> str:
@@ -302,7 +356,9 @@ def _argument(value: Any) -> str:
     if isinstance(value, float) and math.isinf(value):
         return ".inf" if value > 0 else "-.inf"
     return (
-        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+        {None: "null", True: "true", False: "false"}[value]
+        if value is None or isinstance(value, bool)
+        else str(value)
     )
 
 
@@ -319,14 +375,19 @@ def _reasons(facts: StudyFacts) -> list[str]:
 
 
 def importance_table(study: optuna.Study) -> Table:
-    """Share of importance per parameter and objective; the caption says what it rests on, or why there is none."""
+    """Share of importance per parameter and objective; the caption says what it rests on, or why
+    there is none.
+    """
     return _importance_table(importance(StudyFacts.of(study)))
 
 
 def _importance_table(found: Sequence[Importance]) -> Table:
     names = list(dict.fromkeys(name for one in found for name in one.shares))
     notes = "; ".join(dict.fromkeys(one.note for one in found if one.note))
-    basis = f"PED-ANOVA over {found[0].trials} finished and pruned trials: what lifts a trial into the best quarter"
+    basis = (
+        f"PED-ANOVA over {found[0].trials} finished and pruned trials: what lifts a trial "
+        f"into the best quarter"
+    )
     return Table(
         title="Importance",
         columns=(
@@ -339,14 +400,17 @@ def _importance_table(found: Sequence[Importance]) -> Table:
 
 
 def pareto_table(study: optuna.Study) -> Table | None:
-    """The Pareto front of the finished trials, by the first objective; None for a single objective."""
+    """The Pareto front of the finished trials, by the first objective; None for a single objective.
+    """
     return _pareto_table(StudyFacts.of(study))
 
 
 def _pareto_table(facts: StudyFacts) -> Table | None:
     if len(facts.objectives) < 2:
         return None
-    aims = ", ".join(f"{name} {_HIGHER[sign]}" for name, sign in zip(facts.objectives, facts.signs, strict=True))
+    aims = ", ".join(
+        f"{name} {_HIGHER[sign]}" for name, sign in zip(facts.objectives, facts.signs, strict=True)
+    )
     return Table(
         title="Pareto front",
         columns=(
@@ -356,7 +420,11 @@ def _pareto_table(facts: StudyFacts) -> Table | None:
             *_settings(facts),
             Column("run_id", only="csv"),
         ),
-        groups=(tuple((_numbered(t), t.number, *_cells(facts, t), t.run_id or None) for t in facts.front()),),
+        groups=(
+            tuple(
+                (_numbered(t), t.number, *_cells(facts, t), t.run_id or None) for t in facts.front()
+            ),
+        ),
         caption=f"Finished trials that no other finished trial dominates; better is: {aims}.",
     )
 
@@ -370,9 +438,11 @@ class Spent:
 
     Attributes:
         trials: status -> how many.
-        rounds: over all trials, as are cpu_seconds and gpu_seconds, which are None where no trial recorded them.
+        rounds: over all trials, as are cpu_seconds and gpu_seconds, which are None where no trial
+            recorded them.
         validation: the first objective of the best finished trial.
-        test: the winner's test metric, run again at full budget, one value per seed; empty until it was measured.
+        test: the winner's test metric, run again at full budget, one value per seed; empty until it
+            was measured.
     """
 
     method: str
@@ -389,7 +459,9 @@ class Spent:
 
     @classmethod
     def of(cls, study: optuna.Study, test: Sequence[float] = ()) -> Self:
-        """From a study, and the test metric of its winner for each seed, as measured outside the search."""
+        """From a study, and the test metric of its winner for each seed, as measured outside the
+        search.
+        """
         facts = StudyFacts.of(study)
         best = facts.best()
         return cls(
@@ -413,10 +485,12 @@ def _total(values: Sequence[float | None]) -> float | None:
 
 
 def budget_table(rows: Sequence[Spent]) -> Table:
-    """What every method's search cost, the best validation value it found, and its winner's test metric over seeds.
+    """What every method's search cost, the best validation value it found, and its winner's test
+    metric over seeds.
 
     Raises:
-        CrossfedError: nothing to show, or studies differ in data, protocol or first objective: such numbers do not compare.
+        CrossfedError: nothing to show, or studies differ in data, protocol or first objective: such
+            numbers do not compare.
     """
     if not rows:
         raise CrossfedError("No studies to make a budget table of.")
@@ -424,7 +498,9 @@ def budget_table(rows: Sequence[Spent]) -> Table:
         told = {getattr(row, what): row.study for row in rows}
         if len(told) > 1:
             each = "; ".join(f"{value} ({study})" for value, study in told.items())
-            raise CrossfedError(f"The studies differ in {what} and do not belong in one table: {each}.")
+            raise CrossfedError(
+                f"The studies differ in {what} and do not belong in one table: {each}."
+            )
     objective = rows[0].objective
     means = [statistics.fmean(row.test) if row.test else None for row in rows]
     deviations = [statistics.stdev(row.test) if len(row.test) > 1 else None for row in rows]
@@ -437,7 +513,9 @@ def budget_table(rows: Sequence[Spent]) -> Table:
             row.cpu_seconds,
             row.gpu_seconds,
             row.validation,
-            None if mean is None else f"{mean:.4f}" + ("" if deviation is None else f" ± {deviation:.4f}"),
+            None
+            if mean is None
+            else f"{mean:.4f}" + ("" if deviation is None else f" ± {deviation:.4f}"),
             mean,
             deviation,
             len(row.test),
@@ -466,16 +544,22 @@ def budget_table(rows: Sequence[Spent]) -> Table:
         ),
         groups=(body,),
         caption=(
-            f"Data {rows[0].data}, protocol {rows[0].protocol}. Validation: the best finished trial's. Test: the winner run "
-            "again at full budget, mean ± standard deviation over seeds. Rounds and times: of the search, stopped and failed "
+            f"Data {rows[0].data}, protocol {rows[0].protocol}. Validation: the best finished "
+            f"trial's. Test: the winner run "
+            "again at full budget, mean ± standard deviation over seeds. Rounds and times: of "
+            "the search, stopped and failed "
             "trials included."
         ),
-        best=frozenset(index for index, mean in enumerate(means) if mean is not None and mean == top),
+        best=frozenset(
+            index for index, mean in enumerate(means) if mean is not None and mean == top
+        ),
     )
 
 
 def show(study: optuna.Study) -> RenderableType:
-    """The whole study for the terminal: what it is, every trial, the best, the Pareto front and the importance."""
+    """The whole study for the terminal: what it is, every trial, the best, the Pareto front and the
+    importance.
+    """
     facts = StudyFacts.of(study)
     aims = ", ".join(
         f"{'maximise' if sign > 0 else 'minimise'} {name}"
@@ -491,7 +575,11 @@ def show(study: optuna.Study) -> RenderableType:
         return Group(*parts, Text("  trials     none yet"))
     parts.append(_trials_table(facts))
     parts += [Text(line) for line in (*_reasons(facts), *_best_lines(facts))]
-    parts += [table for table in (_pareto_table(facts), _importance_table(importance(facts))) if table is not None]
+    parts += [
+        table
+        for table in (_pareto_table(facts), _importance_table(importance(facts)))
+        if table is not None
+    ]
     return Group(*parts)
 
 
@@ -499,7 +587,8 @@ def told(study: optuna.Study) -> tuple[list[str], list[Grid]]:
     """The whole study for a page: the best and what failed in words, then the tables."""
     facts = StudyFacts.of(study)
     about = (
-        f"{facts.method} on {facts.data}, {facts.protocol}, validation {facts.metric}; {facts.counts}; {facts.spared}."
+        f"{facts.method} on {facts.data}, {facts.protocol}, validation {facts.metric}; "
+        f"{facts.counts}; {facts.spared}."
     )
     if not facts.trials:
         return [about], []
@@ -512,12 +601,20 @@ def markdown(study: optuna.Study) -> str:
     """The same as `show`, as a Markdown document."""
     facts = StudyFacts.of(study)
     parts = [
-        f"# Study {_plain(facts.name)}\n\n{facts.method} · {facts.data} · {facts.protocol} · validation {facts.metric}\n"
+        f"# Study {_plain(facts.name)}\n\n{facts.method} · {facts.data} · {facts.protocol} · "
+        f"validation {facts.metric}\n"
     ]
     if facts.trials:
         said = [*_best_lines(facts), *_reasons(facts)]
-        parts.append("## Best\n\n" + "".join(f"{'  ' * line.startswith(' ')}- {line.strip()}\n" for line in said))
-        for table in (_trials_table(facts), _pareto_table(facts), _importance_table(importance(facts))):
+        parts.append(
+            "## Best\n\n"
+            + "".join(f"{'  ' * line.startswith(' ')}- {line.strip()}\n" for line in said)
+        )
+        for table in (
+            _trials_table(facts),
+            _pareto_table(facts),
+            _importance_table(importance(facts)),
+        ):
             if table is not None:
                 parts.append(f"## {table.title}\n\n{table.markdown()}")
     return "\n".join(parts)

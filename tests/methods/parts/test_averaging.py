@@ -1,4 +1,6 @@
-"""Averaging by hand, the proximal term and its gradient, and what a declaration of shared names lets through."""
+"""Averaging by hand, the proximal term and its gradient, and what a declaration of shared names
+lets through.
+"""
 
 import numpy as np
 import pytest
@@ -20,7 +22,16 @@ from crossfed.methods.parts.averaging import (
 )
 from crossfed.platform.errors import CrossfedError, LeakError
 from crossfed.platform.federation.payloads import Gate
-from crossfed.platform.method import Context, Direction, Interactions, Method, MethodConfig, Out, Stage, generators
+from crossfed.platform.method import (
+    Context,
+    Direction,
+    Interactions,
+    Method,
+    MethodConfig,
+    Out,
+    Stage,
+    generators,
+)
 
 CPU = torch.device("cpu")
 SHARING = Sharing({"body.*": "the body", "scale": "a scale"})
@@ -66,7 +77,9 @@ def test_weights_by_hand():
 
 def test_equal_affinities_are_fedavg_bit_for_bit():
     counts = np.random.default_rng(0).integers(1, 10**6, 7)
-    assert np.array_equal(volume_weights(counts), volume_weights(counts, np.exp(np.full(7, 0.3) / np.inf)))
+    assert np.array_equal(
+        volume_weights(counts), volume_weights(counts, np.exp(np.full(7, 0.3) / np.inf))
+    )
     assert volume_weights(counts).sum() == pytest.approx(1, abs=1e-15)
 
 
@@ -101,7 +114,9 @@ def test_equal_parameters_average_to_themselves_bit_for_bit():
 
 
 def test_the_proximal_term_by_hand_and_its_gradient():
-    """(μ/2)‖w - w_global‖² with differences 3, -4 and 1, μ = 0.5: 0.25 · (9 + 16 + 1) = 6.5; the gradient is μ(w - w_global)."""
+    """(μ/2)‖w - w_global‖² with differences 3, -4 and 1, μ = 0.5: 0.25 · (9 + 16 + 1) = 6.5; the
+    gradient is μ(w - w_global).
+    """
     w = [torch.tensor([4.0, -4.0], requires_grad=True), torch.tensor([[2.0]], requires_grad=True)]
     fixed = [torch.tensor([1.0, 0.0]), torch.tensor([[1.0]])]
     term = proximal(w, fixed, 0.5)
@@ -140,14 +155,23 @@ def test_loading_is_the_reverse_of_uploading_and_leaves_the_rest():
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"items": np.zeros((3, 2), np.float32)}, "server sent 'items', which is not a shared parameter"),
+        (
+            {"items": np.zeros((3, 2), np.float32)},
+            "server sent 'items', which is not a shared parameter",
+        ),
         ({"scale": None}, "server sent no 'scale', which all share"),
-        ({"scale": np.zeros(2, np.float32)}, r"server sent 'scale' with shape \(2,\), but here it is \(1,\)"),
+        (
+            {"scale": np.zeros(2, np.float32)},
+            r"server sent 'scale' with shape \(2,\), but here "
+            r"it is \(1,\)",
+        ),
     ],
 )
 def test_loading_refuses_anything_but_the_shared_parameters(change, told):
     net = Net(3)
-    payload = {key: value for key, value in {**SHARING.upload(net), **change}.items() if value is not None}
+    payload = {
+        key: value for key, value in {**SHARING.upload(net), **change}.items() if value is not None
+    }
     before = [parameter.detach().clone() for parameter in net.parameters()]
     with pytest.raises(CrossfedError, match=told):
         SHARING.load(net, payload)
@@ -192,9 +216,11 @@ def test_check_same_names_the_domain():
 
 
 def test_a_federation_by_hand():
-    """Domain a adds 1 to the scale and has 3 users, b adds 5 and has 1: from 1, a round gives 1 + (3 · 1 + 1 · 5) / 4 = 3.
+    """Domain a adds 1 to the scale and has 3 users, b adds 5 and has 1: from 1, a round gives 1 +
+    (3 · 1 + 1 · 5) / 4 = 3.
 
-    The second round starts from 3 and adds 2 again. Both domains hold the average in the end, beside their own items.
+    The second round starts from 3 and adds 2 again. Both domains hold the average in the end,
+    beside their own items.
     """
     names, data = ("a", "b"), {"a": shop(3, 4), "b": shop(1, 2)}
     states = {"a": State(4), "b": State(2)}
@@ -212,7 +238,10 @@ def test_a_federation_by_hand():
             outs = (
                 {"server": phase.step(server, inbox["server"], context("server", names))}
                 if phase.at == "server"
-                else {name: phase.step(states[name], inbox[name], context(name, (), data[name])) for name in names}
+                else {
+                    name: phase.step(states[name], inbox[name], context(name, (), data[name]))
+                    for name in names
+                }
             )
             inbox = {"server": {}, "a": {}, "b": {}}
             for sender, out in outs.items():
@@ -227,7 +256,9 @@ def test_a_federation_by_hand():
     assert torch.equal(states["a"].net.body.weight, states["b"].net.body.weight)
     metrics = run(rounds(SHARING, train, lambda mine: mine.n_users))
     assert [state.net.scale.item() for state in states.values()] == [3, 3]
-    assert metrics["server"] == {"weight_a": 0.75, "weight_b": 0.25} and metrics["a"] == {"loss": 0.5}
+    assert metrics["server"] == {"weight_a": 0.75, "weight_b": 0.25} and metrics["a"] == {
+        "loss": 0.5
+    }
     run(rounds(SHARING, train, lambda mine: mine.n_users))
     assert [state.net.scale.item() for state in states.values()] == [5, 5]
     assert all(torch.equal(states[name].net.items, items[name]) for name in names)

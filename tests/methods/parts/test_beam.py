@@ -1,4 +1,6 @@
-"""Beam search and exhaustive scores against a plain loop over items, within real and random tries; items that share a leaf."""
+"""Beam search and exhaustive scores against a plain loop over items, within real and random tries;
+items that share a leaf.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ C, LEVELS, USERS = 12, 3, 5
 
 
 class Tables:
-    """A model whose log-probabilities depend on the user and on every code so far: one table per level."""
+    """A model whose log-probabilities depend on the user and on every code so far: one table per
+    level.
+    """
 
-    def __init__(self, codes: int, levels: int, users: int, sharpness: float = 1.0, seed: int = 0) -> None:
+    def __init__(
+        self, codes: int, levels: int, users: int, sharpness: float = 1.0, seed: int = 0
+    ) -> None:
         g = torch.Generator().manual_seed(seed)
         shape = [users]
         self.tables = []
@@ -37,7 +43,8 @@ class Tables:
 
 
 def by_loop(model: Tables, sids: np.ndarray, users: int) -> np.ndarray:
-    """Σ_l log p(c_l | user, c_1 … c_{l-1}) of every item, one number after the other, in float64."""
+    """Σ_l log p(c_l | user, c_1 … c_{l-1}) of every item, one number after the other, in float64.
+    """
     scores = np.zeros((users, len(sids)))
     for user in range(users):
         for item, codes in enumerate(sids.tolist()):
@@ -82,8 +89,9 @@ def test_a_wide_beam_is_the_exhaustive_order(catalogue: tuple[np.ndarray, Trie])
 
 
 def test_a_narrow_beam_by_hand() -> None:
-    """Codes A, B; items AA, AB, BB. p(A) = 0.6: a beam of one goes to A and finds AA (0.6 · 0.55 = 0.33); the best item is BB,
-    0.4 · 0.95 = 0.38, which a beam of two finds. BA (0.4 · 0.05) is no item."""
+    """Codes A, B; items AA, AB, BB. p(A) = 0.6: a beam of one goes to A and finds AA (0.6 · 0.55 =
+    0.33); the best item is BB, 0.4 · 0.95 = 0.38, which a beam of two finds. BA (0.4 · 0.05) is no
+    item."""
     trie = Trie.build(np.array([[0, 0], [0, 1], [1, 1]]), np.zeros(3), codes=2)
     first, second = torch.tensor([0.6, 0.4]).log(), torch.tensor([[0.55, 0.45], [0.05, 0.95]]).log()
 
@@ -103,14 +111,20 @@ def test_a_narrow_beam_by_hand() -> None:
 
 
 def test_where_the_beam_runs_dry_no_leaf_is_made_up() -> None:
-    """Twelve items, but two beams go to a prefix with one item each: two leaves are found, and nothing else."""
+    """Twelve items, but two beams go to a prefix with one item each: two leaves are found, and
+    nothing else.
+    """
     sids = np.array([[0, 0], [1, 0], *[[2, code] for code in range(10)]])
     trie = Trie.build(sids, np.zeros(12), codes=10)
     first = torch.full((10,), -9.0)
     first[:3] = torch.tensor([-1.0, -2.0, -3.0])
 
     def model(prefixes: torch.Tensor) -> torch.Tensor:
-        return first.expand(1, 1, 10) if prefixes.shape[2] == 0 else torch.full((1, prefixes.shape[1], 10), -2.5)
+        return (
+            first.expand(1, 1, 10)
+            if prefixes.shape[2] == 0
+            else torch.full((1, prefixes.shape[1], 10), -2.5)
+        )
 
     leaves, scores = beam_search(model, trie, 1, width=2)
     assert leaves.tolist() == [[0, 1]]
@@ -137,22 +151,32 @@ def test_forbidden_codes_are_never_taken_however_likely() -> None:
     leaves, scores = beam_search(model, trie, USERS, 10)
     assert (scores > -torch.inf).all()
     assert (leaves < trie.sizes[-1]).all()
-    np.testing.assert_allclose(score_items(model, trie, USERS, None).numpy(), by_loop(model, sids, USERS), rtol=1e-5)
+    np.testing.assert_allclose(
+        score_items(model, trie, USERS, None).numpy(), by_loop(model, sids, USERS), rtol=1e-5
+    )
 
 
 def test_items_that_share_a_leaf_are_told_apart_and_nothing_else_moves() -> None:
-    """Leaf 0 holds items 0, 2, 3 (popularity 1, 5, 3); leaf 1 scores one float32 step less; leaf 2 scores exactly 0."""
-    trie = Trie.build(np.array([[0], [1], [0], [0], [2], [2]]), np.array([1, 0, 5, 3, 0, 1]), codes=3)
+    """Leaf 0 holds items 0, 2, 3 (popularity 1, 5, 3); leaf 1 scores one float32 step less; leaf 2
+    scores exactly 0.
+    """
+    trie = Trie.build(
+        np.array([[0], [1], [0], [0], [2], [2]]), np.array([1, 0, 5, 3, 0, 1]), codes=3
+    )
     lower = np.nextafter(np.float32(-3.7), np.float32(-np.inf))
     scores = item_scores(trie, torch.tensor([[np.float32(-3.7), lower, 0.0]]))[0]
     assert scores.argsort(descending=True).tolist() == [5, 4, 2, 3, 0, 1]
     assert len(set(scores.tolist())) == 6
-    assert torch.equal(scores.float(), torch.tensor([np.float32(-3.7), lower, -3.7, -3.7, 0.0, 0.0]))
+    assert torch.equal(
+        scores.float(), torch.tensor([np.float32(-3.7), lower, -3.7, -3.7, 0.0, 0.0])
+    )
     assert item_scores(trie, torch.full((1, 3), -torch.inf)).tolist() == [[-np.inf] * 6]
 
 
 def test_a_hit_on_the_leaf_is_no_hit_on_the_item() -> None:
-    """One user, three items on the best leaf; the held-out item is the second most popular of them: found at 2, not at 1."""
+    """One user, three items on the best leaf; the held-out item is the second most popular of them:
+    found at 2, not at 1.
+    """
     trie = Trie.build(np.array([[0], [0], [0], [1]]), np.array([9, 5, 1, 0]), codes=2)
     model = Tables(2, 1, 1)
     model.tables = [torch.tensor([[0.9, 0.1]]).log()]
@@ -161,7 +185,9 @@ def test_a_hit_on_the_leaf_is_no_hit_on_the_item() -> None:
         np.array([0, 1]), np.array([item]), 4, (1, 2, 3),
     ).macro for item in range(3)}  # fmt: skip
     for item in range(3):
-        assert [held[item][f"hit_rate_at_{k}"] for k in (1, 2, 3)] == [float(k > item) for k in (1, 2, 3)]
+        assert [held[item][f"hit_rate_at_{k}"] for k in (1, 2, 3)] == [
+            float(k > item) for k in (1, 2, 3)
+        ]
 
 
 def test_an_item_outside_the_beam_scores_minus_infinity(catalogue: tuple[np.ndarray, Trie]) -> None:
@@ -187,11 +213,15 @@ def test_users_do_not_see_each_other(catalogue: tuple[np.ndarray, Trie]) -> None
 
 
 def test_a_wide_beam_agrees_with_exhaustive_scores_on_a_real_catalogue(shared_data: Path) -> None:
-    """Amazon Beauty's 12,101 items under the semantic IDs of their titles; a model whose every level depends on all codes before.
+    """Amazon Beauty's 12,101 items under the semantic IDs of their titles; a model whose every
+    level depends on all codes before.
 
-    The beam holds 1,000 of the catalogue's leaves; the top ten items are those of the exhaustive scores, in their order.
+    The beam holds 1,000 of the catalogue's leaves; the top ten items are those of the exhaustive
+    scores, in their order.
     """
-    titles = pd.read_csv(shared_data / "amazon_beauty_2014" / "Amazon_Beauty.item", sep="\t", usecols=["title:token"])
+    titles = pd.read_csv(
+        shared_data / "amazon_beauty_2014" / "Amazon_Beauty.item", sep="\t", usecols=["title:token"]
+    )
     x = torch.from_numpy(make_encoder("hashing:64").encode(titles.iloc[:, 0].fillna("").tolist()))
     tokeniser = ResidualKMeans(64, 16, 3, 256)
     tokeniser.fit(x, 0)
@@ -210,4 +240,6 @@ def test_a_wide_beam_agrees_with_exhaustive_scores_on_a_real_catalogue(shared_da
 
     exact, wide = score_items(model, trie, users, None), score_items(model, trie, users, 1000)
     assert torch.equal(exact.topk(10).indices, wide.topk(10).indices)
-    assert not torch.equal(exact.topk(10).indices, score_items(model, trie, users, 2).topk(10).indices)
+    assert not torch.equal(
+        exact.topk(10).indices, score_items(model, trie, users, 2).topk(10).indices
+    )

@@ -1,4 +1,6 @@
-"""The generator's equations by hand and by slow versions; padding, empty histories, instances, caches, shared semantic IDs."""
+"""The generator's equations by hand and by slow versions; padding, empty histories, instances,
+caches, shared semantic IDs.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +57,14 @@ def sids() -> np.ndarray:
 def context(data: Interactions, sids: np.ndarray, round: int = 0) -> Context:
     rng, torch_rng = generators(0, "train", round, "shop")
     torch.manual_seed(round)
-    return Context("shop", "train", round, (), rng, torch_rng, torch.device("cpu"), data, {"sids": sids})
+    return Context(
+        "shop", "train", round, (), rng, torch_rng, torch.device("cpu"), data, {"sids": sids}
+    )
 
 
-def learner(data: Interactions, sids: np.ndarray, std: float = 1.0, **sets: object) -> GenerativeLearner:
+def learner(
+    data: Interactions, sids: np.ndarray, std: float = 1.0, **sets: object
+) -> GenerativeLearner:
     """With weights wide enough for the codes' probabilities to differ."""
     config, ctx = GeneratorConfig.model_validate({**SMALL, **sets}), context(data, sids)
     net = Generator(config, ctx.torch_rng)
@@ -70,7 +76,9 @@ def learner(data: Interactions, sids: np.ndarray, std: float = 1.0, **sets: obje
 
 
 def test_eq_8_an_item_is_the_sum_of_its_codes_embeddings() -> None:
-    """Eq. (8), first term, one code after the other; with fewer codes than levels the sum is shorter."""
+    """Eq. (8), first term, one code after the other; with fewer codes than levels the sum is
+    shorter.
+    """
     tokens = torch.randn(LEVELS, C, 5)
     codes = torch.randint(C, (2, 3, LEVELS))
     found = item_embedding(tokens, codes)
@@ -78,15 +86,23 @@ def test_eq_8_an_item_is_the_sum_of_its_codes_embeddings() -> None:
     for i, j in itertools.product(range(2), range(3)):
         expected = sum(tokens[level, codes[i, j, level]] for level in range(LEVELS))
         torch.testing.assert_close(found[i, j], expected)
-    torch.testing.assert_close(item_embedding(tokens, codes[..., :1])[1, 2], tokens[0, codes[1, 2, 0]])
+    torch.testing.assert_close(
+        item_embedding(tokens, codes[..., :1])[1, 2], tokens[0, codes[1, 2, 0]]
+    )
 
 
-def test_eq_9_the_lead_comes_first_and_positions_count_from_the_last_item(data: Interactions, sids: np.ndarray) -> None:
-    """Eq. (8) and Eq. (9) by hand: X = [lead; Σ_l E_l + P_1 + r; Σ_l E_l + P_0 + r; padding] for a history of two."""
+def test_eq_9_the_lead_comes_first_and_positions_count_from_the_last_item(
+    data: Interactions, sids: np.ndarray
+) -> None:
+    """Eq. (8) and Eq. (9) by hand: X = [lead; Σ_l E_l + P_1 + r; Σ_l E_l + P_0 + r; padding] for a
+    history of two.
+    """
     net = learner(data, sids).net
     codes, residual = torch.from_numpy(sids[[3, 7, 0]])[None], torch.randn(1, 3, 8)
     x, real = net.embed(codes, torch.tensor([2]), residual)
-    items = [sum(net.tokens[level, sids[item, level]] for level in range(LEVELS)) for item in (3, 7)]
+    items = [
+        sum(net.tokens[level, sids[item, level]] for level in range(LEVELS)) for item in (3, 7)
+    ]
     torch.testing.assert_close(x[0, 0], net.lead[0])
     torch.testing.assert_close(x[0, 1], items[0] + net.positions[1] + residual[0, 0])
     torch.testing.assert_close(x[0, 2], items[1] + net.positions[0] + residual[0, 1])
@@ -122,20 +138,31 @@ def test_every_level_has_its_own_head_and_query(data: Interactions, sids: np.nda
 
 
 def test_eq_23_is_the_mean_smoothed_cross_entropy() -> None:
-    """Eq. (23): without smoothing -1/L Σ_l log p of the target; with it torch's own, level by level."""
+    """Eq. (23): without smoothing -1/L Σ_l log p of the target; with it torch's own, level by
+    level.
+    """
     logits = [torch.randn(6, C) for _ in range(LEVELS)]
     codes = torch.randint(C, (6, LEVELS))
     log_p = [some.log_softmax(1) for some in logits]
-    plain = -np.mean([float(log_p[level][i, codes[i, level]]) for level in range(LEVELS) for i in range(6)])
+    plain = -np.mean(
+        [float(log_p[level][i, codes[i, level]]) for level in range(LEVELS) for i in range(6)]
+    )
     assert float(sid_loss(log_p, codes, 0.0)) == pytest.approx(plain, rel=1e-6)
     smooth = torch.stack(
-        [F.cross_entropy(some, codes[:, level], label_smoothing=0.1) for level, some in enumerate(logits)]
+        [
+            F.cross_entropy(some, codes[:, level], label_smoothing=0.1)
+            for level, some in enumerate(logits)
+        ]
     )
     torch.testing.assert_close(sid_loss(log_p, codes, 0.1), smooth.mean())
 
 
-def test_eq_3_all_semantic_ids_share_the_probability_of_one(data: Interactions, sids: np.ndarray) -> None:
-    """Eq. (3): Σ over all C^L paths of Π_l p(c_l | c before) is 1, and an item's score is the logarithm of its product."""
+def test_eq_3_all_semantic_ids_share_the_probability_of_one(
+    data: Interactions, sids: np.ndarray
+) -> None:
+    """Eq. (3): Σ over all C^L paths of Π_l p(c_l | c before) is 1, and an item's score is the
+    logarithm of its product.
+    """
     state = learner(data, sids, beam=None)
     memory = state.encode(data, data.indptr[[4]] + 3, np.array([5]))
     product = {}
@@ -153,7 +180,9 @@ def test_eq_3_all_semantic_ids_share_the_probability_of_one(data: Interactions, 
 
 
 def test_items_that_share_a_semantic_id_come_by_training_popularity(sids: np.ndarray) -> None:
-    """Items 2 and 9 share one: the more frequent comes first, and by less than any other difference."""
+    """Items 2 and 9 share one: the more frequent comes first, and by less than any other
+    difference.
+    """
     for often, seldom in ((2, 9), (9, 2)):
         items = np.array([[often, 1, 3], [often, 4, 5], [seldom, 6, 7]])
         scores = learner(shop(items), sids, beam=None).score(np.array([0, 2]))
@@ -161,7 +190,9 @@ def test_items_that_share_a_semantic_id_come_by_training_popularity(sids: np.nda
         torch.testing.assert_close(scores[:, often], scores[:, seldom], rtol=1e-9, atol=0)
 
 
-def test_padding_and_neighbours_in_a_batch_do_not_matter(data: Interactions, sids: np.ndarray) -> None:
+def test_padding_and_neighbours_in_a_batch_do_not_matter(
+    data: Interactions, sids: np.ndarray
+) -> None:
     state = learner(data, sids)
     together = state.encode(data, np.array([0, 8, 16]), np.array([1, 5, 3]))
     for row, (start, count) in enumerate([(0, 1), (8, 5), (16, 3)]):
@@ -192,13 +223,17 @@ def test_a_user_without_history_gets_finite_scores(sids: np.ndarray) -> None:
     assert sample_memories(state, nobody, 4, np.random.default_rng(0)) is None
 
 
-def test_a_wide_beam_scores_like_all_items_and_a_narrow_one_the_best(data: Interactions, sids: np.ndarray) -> None:
+def test_a_wide_beam_scores_like_all_items_and_a_narrow_one_the_best(
+    data: Interactions, sids: np.ndarray
+) -> None:
     everyone = np.arange(USERS)
     exact = learner(data, sids, beam=None).score(everyone)
     torch.testing.assert_close(learner(data, sids, beam=50).score(everyone), exact)
     narrow = learner(data, sids, beam=6).score(everyone)
     found = narrow > -torch.inf
-    assert ((found.sum(1) >= 6) & (found.sum(1) <= 7)).all(), "six leaves, one of which holds two items"
+    assert ((found.sum(1) >= 6) & (found.sum(1) <= 7)).all(), (
+        "six leaves, one of which holds two items"
+    )
     torch.testing.assert_close(narrow[found], exact[found])
 
 
@@ -223,7 +258,9 @@ def test_scores_come_in_the_order_asked_and_are_kept_until_something_changes(
     torch.testing.assert_close(other[1:], whole[1:])
 
 
-def test_what_is_exported_scores_the_same_and_holds_no_history(data: Interactions, sids: np.ndarray) -> None:
+def test_what_is_exported_scores_the_same_and_holds_no_history(
+    data: Interactions, sids: np.ndarray
+) -> None:
     for beam, width in ((None, 14), (4, 4)):
         state, users = learner(data, sids, beam=beam), np.array([5, 0])
         exported = state.export()
@@ -242,7 +279,9 @@ def test_every_item_but_the_first_is_a_target_once_with_what_came_before_it(
     last: list[list[tuple[int, ...]]] = []
 
     def look(some: Interactions, start: np.ndarray, count: np.ndarray) -> object:
-        last.append([tuple(some.items[s : s + n].tolist()) for s, n in zip(start, count, strict=True)])
+        last.append(
+            [tuple(some.items[s : s + n].tolist()) for s, n in zip(start, count, strict=True)]
+        )
         return encode(some, start, count)
 
     def note(memory: object, target: torch.Tensor) -> object:
@@ -258,7 +297,9 @@ def test_every_item_but_the_first_is_a_target_once_with_what_came_before_it(
 
 
 def test_it_learns_what_follows_what(sids: np.ndarray) -> None:
-    """Item i is always followed by i + 1 modulo 8; with weights as they start, 40 epochs are enough to know it."""
+    """Item i is always followed by i + 1 modulo 8; with weights as they start, 40 epochs are enough
+    to know it.
+    """
     data = shop((np.arange(24)[:, None] + np.arange(6)) % 8)
     config, ctx = (
         GeneratorConfig.model_validate({**SMALL, "dim": 16, "lr": 0.02, "smoothing": 0.0}),
@@ -272,8 +313,8 @@ def test_it_learns_what_follows_what(sids: np.ndarray) -> None:
 
 
 def test_rate_clip_and_penalty_are_used(data: Interactions, sids: np.ndarray) -> None:
-    """Without rate nothing moves; a penalty is one more term, told as its mean; a tiny clip leaves Adam's steps alone but not
-    plain gradients."""
+    """Without rate nothing moves; a penalty is one more term, told as its mean; a tiny clip leaves
+    Adam's steps alone but not plain gradients."""
     state = learner(data, sids)
     before = [p.detach().clone() for p in state.net.parameters()]
     told = state.train(context(data, sids), scale=0.0, penalty=lambda: torch.tensor(3.0))
@@ -288,21 +329,29 @@ def test_rate_clip_and_penalty_are_used(data: Interactions, sids: np.ndarray) ->
 
 def test_a_diverged_training_is_told(data: Interactions, sids: np.ndarray) -> None:
     state = learner(data, sids)
-    with pytest.raises(CrossfedError, match="shop: training has diverged in train, round 3: penalty is not finite"):
+    with pytest.raises(
+        CrossfedError, match="shop: training has diverged in train, round 3: penalty is not finite"
+    ):
         state.train(context(data, sids, 3), penalty=lambda: torch.tensor(torch.inf))
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
-    """5 of 40 rounds up; the first round after them is still at the top half, the last one above zero, and none rises."""
+    """5 of 40 rounds up; the first round after them is still at the top half, the last one above
+    zero, and none rises.
+    """
     rates = [schedule(round, 40, 5) for round in range(1, 41)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert rates[22] == pytest.approx(0.5, abs=1e-9), "half way down: round 23 is 18 of 36 steps after round 5"
+    assert rates[22] == pytest.approx(0.5, abs=1e-9), (
+        "half way down: round 23 is 18 of 36 steps after round 5"
+    )
     assert all(a > b for a, b in itertools.pairwise(rates[4:]))
     assert 0 < rates[-1] < 0.01
     assert schedule(1, 1, 0) == pytest.approx(0.5)
 
 
-def test_a_sample_of_memories_is_drawn_without_replacement(data: Interactions, sids: np.ndarray) -> None:
+def test_a_sample_of_memories_is_drawn_without_replacement(
+    data: Interactions, sids: np.ndarray
+) -> None:
     state = learner(data, sids)
     state.net.train()
     few = sample_memories(state, data, 6, np.random.default_rng(0))
@@ -314,11 +363,15 @@ def test_a_sample_of_memories_is_drawn_without_replacement(data: Interactions, s
 
 
 def test_the_initial_deviation_of_embeddings_is_a_setting_and_touches_nothing_else() -> None:
-    """Not in the paper; beside a layer norm of length √dim it decides how much an item's codes weigh at the start."""
+    """Not in the paper; beside a layer norm of length √dim it decides how much an item's codes
+    weigh at the start.
+    """
     config = GeneratorConfig.model_validate(SMALL | {"dim": 64, "heads": 2, "codebook": 64})
 
     def made(std: float) -> dict[str, torch.Tensor]:
-        net = Generator(config.model_copy(update={"embedding_std": std}), torch.Generator().manual_seed(0))
+        net = Generator(
+            config.model_copy(update={"embedding_std": std}), torch.Generator().manual_seed(0)
+        )
         return {name: value.detach() for name, value in net.named_parameters()}
 
     small, large = made(0.02), made(1.0)

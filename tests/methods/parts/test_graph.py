@@ -1,4 +1,6 @@
-"""Adjacencies and propagation against dense matrices, torch-geometric's LGConv, and properties that must hold."""
+"""Adjacencies and propagation against dense matrices, torch-geometric's LGConv, and properties that
+must hold.
+"""
 
 import numpy as np
 import pytest
@@ -42,7 +44,8 @@ def test_bipartite_by_hand():
 
     Entries 1/√(|N_u||N_i|): (u0, i0) 1/√2, (u0, i1) 1/2, (u1, i1) 1/√2.
     """
-    adj = bipartite_adjacency(3, 2, np.array([0, 0, 1, 0]), np.array([0, 1, 1, 1]))  # the pair (0, 1) comes twice
+    # the pair (0, 1) comes twice
+    adj = bipartite_adjacency(3, 2, np.array([0, 0, 1, 0]), np.array([0, 1, 1, 1]))
     half = 2**-0.5
     r = torch.tensor([[half, 0.5], [0, half], [0, 0]])
     expected = torch.zeros(5, 5)
@@ -53,7 +56,9 @@ def test_bipartite_by_hand():
 
 
 def test_bipartite_keeps_the_square_roots_of_the_degrees(pairs):
-    """Ã D^1/2 1 = D^1/2 1: the eigenvector of eigenvalue 1 of a symmetric normalisation, of this one only."""
+    """Ã D^1/2 1 = D^1/2 1: the eigenvector of eigenvalue 1 of a symmetric normalisation, of this
+    one only.
+    """
     adj = bipartite_adjacency(30, 20, *pairs)
     degree = (adj.to_dense() > 0).sum(1).float().sqrt()
     torch.testing.assert_close(adj @ degree[:, None], degree[:, None])
@@ -62,7 +67,9 @@ def test_bipartite_keeps_the_square_roots_of_the_degrees(pairs):
 
 @pytest.mark.parametrize("edges", [0, 5, 400])
 def test_both_adjacencies_are_bit_for_bit_those_of_torch_geometric(edges):
-    """The oracle: torch-geometric's coalesce, to_undirected and gcn_norm, which training does not import."""
+    """The oracle: torch-geometric's coalesce, to_undirected and gcn_norm, which training does not
+    import.
+    """
     draw = torch.Generator().manual_seed(edges)
     users, items = (torch.randint(0, size, (edges,), generator=draw) for size in (30, 20))
     weights = torch.rand(edges, generator=draw)
@@ -75,10 +82,14 @@ def test_both_adjacencies_are_bit_for_bit_those_of_torch_geometric(edges):
         expected_edges, expected = gcn_norm(of, weight, n, add_self_loops=False)
         assert torch.equal(adj.values(), expected)
         assert torch.equal(adj.col_indices().long(), expected_edges[1])
-        assert torch.equal(adj.crow_indices().long().diff(), torch.bincount(expected_edges[0], minlength=n))
+        assert torch.equal(
+            adj.crow_indices().long().diff(), torch.bincount(expected_edges[0], minlength=n)
+        )
 
 
-@pytest.mark.parametrize(("users", "items"), [([0, 3], [0, 0]), ([0], [-1]), ([0, 1], [0]), ([[0]], [[0]])])
+@pytest.mark.parametrize(
+    ("users", "items"), [([0, 3], [0, 0]), ([0], [-1]), ([0, 1], [0]), ([[0]], [[0]])]
+)
 def test_bipartite_refuses_what_does_not_fit(users, items):
     with pytest.raises(ValueError, match=r"numbers must be in|vectors of one length"):
         bipartite_adjacency(3, 2, np.array(users), np.array(items))
@@ -99,7 +110,9 @@ def test_symmetric_adjacency_against_dense():
 def test_symmetric_adjacency_adds_no_self_loops_and_keeps_given_ones():
     """Edges 0–1 (weight 3) and 1–1 (weight 1): degrees 3 and 4; entries 3/√12 and 1/4."""
     adj = symmetric_adjacency(2, np.array([0, 1]), np.array([1, 1]), torch.tensor([3.0, 1.0]))
-    torch.testing.assert_close(adj.to_dense(), torch.tensor([[0, 3 / 12**0.5], [3 / 12**0.5, 0.25]]))
+    torch.testing.assert_close(
+        adj.to_dense(), torch.tensor([[0, 3 / 12**0.5], [3 / 12**0.5, 0.25]])
+    )
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
@@ -138,7 +151,9 @@ def test_spmm_takes_a_broadcast_gradient(pairs):
 
 @pytest.mark.parametrize("layers", [0, 1, 2, 3])
 def test_propagate_against_lgconv(pairs, layers):
-    """The oracle: torch-geometric's LGConv on an EdgeIndex, its own normalisation, layers averaged; gradients by autograd."""
+    """The oracle: torch-geometric's LGConv on an EdgeIndex, its own normalisation, layers averaged;
+    gradients by autograd.
+    """
     users, items = torch.unique(torch.from_numpy(np.stack(pairs)), dim=1)
     both = torch.cat([torch.stack([users, items + 30]), torch.stack([items + 30, users])], 1)
     edges = EdgeIndex(both, sparse_size=(50, 50), is_undirected=True).sort_by("col").values
@@ -174,8 +189,11 @@ def test_propagate_refuses_negative_layers(pairs):
 
 
 def weighted_graph() -> tuple[Pattern, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Edges out of order over 5 users and 4 items, weights, and the dense symmetric matrix they make."""
-    users, items = torch.tensor([3, 0, 0, 4, 1, 3]), torch.tensor([2, 1, 0, 2, 3, 0])  # user 2 has no edge
+    """Edges out of order over 5 users and 4 items, weights, and the dense symmetric matrix they
+    make.
+    """
+    # user 2 has no edge
+    users, items = torch.tensor([3, 0, 0, 4, 1, 3]), torch.tensor([2, 1, 0, 2, 3, 0])
     weights = torch.tensor([0.5, 0.1, 0.9, 0.3, 0.7, 0.2])
     return bipartite_pattern(5, 4, users, items), weights, users, items
 
@@ -188,7 +206,9 @@ def dense_of(weights: torch.Tensor, users: torch.Tensor, items: torch.Tensor) ->
 
 def test_a_pattern_places_the_weights():
     pattern, weights, users, items = weighted_graph()
-    torch.testing.assert_close(pattern.matrix(weights[pattern.edge]).to_dense(), dense_of(weights, users, items))
+    torch.testing.assert_close(
+        pattern.matrix(weights[pattern.edge]).to_dense(), dense_of(weights, users, items)
+    )
 
 
 def test_normalised_weights_against_dense():
@@ -233,7 +253,9 @@ def test_edge_products_against_dense():
     x, probe = torch.randn(9, 3, requires_grad=True), torch.randn(6)
     fast, slow = edge_products(pattern, x), (x[users] * x[items + 5]).sum(1)
     torch.testing.assert_close(fast, slow)
-    for a, b in zip(*(torch.autograd.grad((out * probe).sum(), [x]) for out in (fast, slow)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad((out * probe).sum(), [x]) for out in (fast, slow)), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 

@@ -24,8 +24,12 @@ def shop(n_users: int = 40, n_items: int = 25, each: int = 6, seed: int = 0) -> 
     rng = np.random.default_rng(seed)
     # of unequal popularity, and the last item is nobody's
     likes = np.arange(n_items - 1, 0, -1) ** 1.5
-    items = [rng.choice(n_items - 1, each, replace=False, p=likes / likes.sum()) for _ in range(n_users)]
-    return Interactions.build(n_users, n_items, np.repeat(np.arange(n_users), each), np.concatenate(items))
+    items = [
+        rng.choice(n_items - 1, each, replace=False, p=likes / likes.sum()) for _ in range(n_users)
+    ]
+    return Interactions.build(
+        n_users, n_items, np.repeat(np.arange(n_users), each), np.concatenate(items)
+    )
 
 
 def context(data: Interactions) -> Context:
@@ -61,7 +65,9 @@ def test_cosine_is_that_of_sets_of_users_whatever_the_block(shrinkage, limit):
 def test_the_largest_of_each_row_stay_and_of_equal_ones_the_lower_columns():
     """Row 0 has a tie at the cut of two: columns 1 and 4 hold .5, and 1 stays. Row 1 has one entry,
     row 2 none."""
-    dense = np.array([[0.1, 0.5, 0, 0.9, 0.5], [0, 0, 0.3, 0, 0], [0, 0, 0, 0, 0], [4, 3, 2, 1, 0.5]], np.float32)
+    dense = np.array(
+        [[0.1, 0.5, 0, 0.9, 0.5], [0, 0, 0.3, 0, 0], [0, 0, 0, 0, 0], [4, 3, 2, 1, 0.5]], np.float32
+    )
     found = keep_largest(sp.csr_matrix(dense), 2).toarray()
     expected = np.zeros_like(dense)
     expected[0, [1, 3]], expected[1, 2], expected[3, [0, 1]] = (0.5, 0.9), 0.3, (4, 3)
@@ -127,7 +133,9 @@ def test_a_score_is_the_sum_over_the_history(dense):
 
 def test_it_looks_at_what_it_is_shown_only_where_it_is_to():
     data = shop()
-    more = Interactions.build(40, 25, np.r_[data.users, 3], np.r_[data.items, 24], np.arange(len(data.users) + 1))
+    more = Interactions.build(
+        40, 25, np.r_[data.users, 3], np.r_[data.items, 24], np.arange(len(data.users) + 1)
+    )
     shown, blind = model(data, observed=True), model(data, observed=False)
     for state in (shown, blind):
         state.train()

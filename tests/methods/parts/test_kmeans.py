@@ -1,4 +1,5 @@
-"""Weighted K-means: each step by hand, plain Lloyd as a reduction, and scikit-learn's conventions."""
+"""Weighted K-means: each step by hand, plain Lloyd as a reduction, and scikit-learn's conventions.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_a_nearer_row_counts_more() -> None:
 
 
 def test_weighted_means_by_hand() -> None:
-    """Cluster 0: (1·0 + 3·4) / 4 = 3 and (1·0 + 3·8) / 4 = 6; cluster 1 is empty; cluster 2 has one row."""
+    """Cluster 0: (1·0 + 3·4) / 4 = 3 and (1·0 + 3·8) / 4 = 6; cluster 1 is empty; cluster 2 has one
+    row.
+    """
     x = np.array([[0.0, 0.0], [4.0, 8.0], [5.0, 5.0]])
     means = weighted_means(x, np.array([0, 0, 2]), np.array([1.0, 3.0, 7.0]), np.full((3, 2), -1.0))
     np.testing.assert_allclose(means, [[3, 6], [-1, -1], [5, 5]])
@@ -61,12 +64,15 @@ def test_the_weights_of_a_cluster_do_not_depend_on_their_scale(blobs: np.ndarray
     weights = np.random.default_rng(1).random(len(blobs))
     centres = np.zeros((4, 5))
     np.testing.assert_allclose(
-        weighted_means(blobs, labels, weights, centres), weighted_means(blobs, labels, 9 * weights, centres)
+        weighted_means(blobs, labels, weights, centres),
+        weighted_means(blobs, labels, 9 * weights, centres),
     )
 
 
 def test_one_iteration_by_hand() -> None:
-    """Centres 0 and 10; rows 0, 2 | 10. Weights with ε = 1: 1 and 1/3, so the first centre is (0·1 + 2/3) / (4/3) = 1/2."""
+    """Centres 0 and 10; rows 0, 2 | 10. Weights with ε = 1: 1 and 1/3, so the first centre is (0·1
+    + 2/3) / (4/3) = 1/2.
+    """
     model = WeightedKMeans(2, init=[[0.0], [10.0]], eps=1.0, max_iter=1).fit([[0.0], [2.0], [10.0]])
     np.testing.assert_allclose(model.cluster_centers_, [[0.5], [10.0]])
     np.testing.assert_array_equal(model.labels_, [0, 0, 1])
@@ -84,14 +90,21 @@ def test_uniform_weights_are_plain_lloyd(blobs: np.ndarray) -> None:
 
 def test_uniform_sample_weights_are_plain_lloyd_too(blobs: np.ndarray) -> None:
     start, weight = blobs[:5], np.random.default_rng(4).random(len(blobs)) + 0.1
-    ours = WeightedKMeans(5, weighting="uniform", init=start, max_iter=200, tol=0).fit(blobs, sample_weight=weight)
-    theirs = KMeans(5, init=start, n_init=1, max_iter=200, tol=0, algorithm="lloyd").fit(blobs, sample_weight=weight)
+    ours = WeightedKMeans(5, weighting="uniform", init=start, max_iter=200, tol=0).fit(
+        blobs, sample_weight=weight
+    )
+    theirs = KMeans(5, init=start, n_init=1, max_iter=200, tol=0, algorithm="lloyd").fit(
+        blobs, sample_weight=weight
+    )
     np.testing.assert_allclose(ours.cluster_centers_, theirs.cluster_centers_, rtol=1e-8)
 
 
 def test_a_sample_weight_of_two_is_the_row_twice(blobs: np.ndarray) -> None:
     """Also where distance weights are used: the two multiply."""
-    times, settings = np.random.default_rng(5).integers(1, 4, len(blobs)), {"eps": 0.5, "max_iter": 8, "tol": 0}
+    times, settings = (
+        np.random.default_rng(5).integers(1, 4, len(blobs)),
+        {"eps": 0.5, "max_iter": 8, "tol": 0},
+    )
     once = WeightedKMeans(4, init=blobs[:4], **settings).fit(blobs, sample_weight=times)
     repeated = WeightedKMeans(4, init=blobs[:4], **settings).fit(np.repeat(blobs, times, axis=0))
     np.testing.assert_allclose(once.cluster_centers_, repeated.cluster_centers_, rtol=1e-8)
@@ -99,12 +112,18 @@ def test_a_sample_weight_of_two_is_the_row_twice(blobs: np.ndarray) -> None:
 
 
 def test_it_stops_when_no_centre_moved_farther_than_the_tolerance(blobs: np.ndarray) -> None:
-    """The first iteration whose longest step is at most tol × the mean standard deviation is the last."""
+    """The first iteration whose longest step is at most tol × the mean standard deviation is the
+    last.
+    """
     tol, start = 0.003, blobs[:4]
     places = [start]
     for steps in range(1, 30):
-        places.append(WeightedKMeans(4, init=start, max_iter=steps, tol=0).fit(blobs).cluster_centers_)
-    longest = [max(np.linalg.norm(b - a) for a, b in zip(*pair, strict=True)) for pair in pairwise(places)]
+        places.append(
+            WeightedKMeans(4, init=start, max_iter=steps, tol=0).fit(blobs).cluster_centers_
+        )
+    longest = [
+        max(np.linalg.norm(b - a) for a, b in zip(*pair, strict=True)) for pair in pairwise(places)
+    ]
     deviation = np.mean([np.std(column) for column in blobs.T])
     expected = next(number for number, step in enumerate(longest, 1) if step <= tol * deviation)
     assert 3 < expected < 29
@@ -131,11 +150,15 @@ def test_distance_weights_resist_an_outlier() -> None:
 
 def test_a_centre_that_starts_on_a_row_moves() -> None:
     x = np.array([[0.0], [1.0], [2.0], [3.0]])
-    assert WeightedKMeans(1, init=[[0.0]], eps=1.0).fit(x).cluster_centers_[0, 0] == pytest.approx(1.5, abs=0.01)
+    assert WeightedKMeans(1, init=[[0.0]], eps=1.0).fit(x).cluster_centers_[0, 0] == pytest.approx(
+        1.5, abs=0.01
+    )
 
 
 def test_an_empty_cluster_is_seeded_at_the_farthest_row() -> None:
-    """The second centre is out of reach; the row at 9 is the farthest from the first and becomes its own cluster."""
+    """The second centre is out of reach; the row at 9 is the farthest from the first and becomes
+    its own cluster.
+    """
     x = np.array([[0.0], [1.0], [9.0]])
     model = WeightedKMeans(2, init=[[0.0], [1000.0]]).fit(x)
     np.testing.assert_array_equal(model.labels_, [0, 0, 1])
@@ -143,7 +166,9 @@ def test_an_empty_cluster_is_seeded_at_the_farthest_row() -> None:
 
 
 def test_a_row_that_is_alone_does_not_fill_an_empty_cluster() -> None:
-    """The row at 20 is the farthest of all from its centre (30), but leaving would empty that cluster: the 1 moves."""
+    """The row at 20 is the farthest of all from its centre (30), but leaving would empty that
+    cluster: the 1 moves.
+    """
     model = WeightedKMeans(3, init=[[0.0], [30.0], [1000.0]]).fit([[0.0], [1.0], [20.0]])
     np.testing.assert_array_equal(model.labels_, [0, 2, 1])
 
@@ -152,7 +177,11 @@ def test_a_re_seeded_row_is_at_its_own_centre() -> None:
     """Labels, distances and centres agree after a re-seed."""
     x, centres = np.array([[0.0], [1.0], [9.0]]), np.array([[0.0], [1000.0]])
     labels, distances, moved = _reseed_empty(x, *assign(x, centres), centres)
-    assert (labels.tolist(), distances.tolist(), moved.tolist()) == ([0, 0, 1], [0.0, 1.0, 0.0], [[0.0], [9.0]])
+    assert (labels.tolist(), distances.tolist(), moved.tolist()) == (
+        [0, 0, 1],
+        [0.0, 1.0, 0.0],
+        [[0.0], [9.0]],
+    )
     assert centres.tolist() == [[0.0], [1000.0]]
 
 
@@ -197,7 +226,10 @@ def test_what_cannot_be_fitted_is_refused(blobs: np.ndarray, arguments: dict, me
 
 
 def _expected_to_fail(estimator: WeightedKMeans) -> dict[str, str]:
-    reason = "the random start draws rows, so repeating rows changes it (as for scikit-learn's own KMeans)"
+    reason = (
+        "the random start draws rows, so repeating rows changes it (as for scikit-learn's "
+        "own KMeans)"
+    )
     return {"check_sample_weight_equivalence_on_dense_data": reason}
 
 

@@ -53,9 +53,12 @@ def test_info_nce_against_loops(keep_positive, temperature):
 
 @pytest.mark.parametrize(("keep_positive", "candidates"), [(True, 6), (False, 5)])
 def test_info_nce_of_indistinguishable_rows(keep_positive, candidates):
-    """All similarities equal: the positive is one of so many candidates, whatever the temperature."""
+    """All similarities equal: the positive is one of so many candidates, whatever the temperature.
+    """
     same = torch.ones(6, 4)
-    assert info_nce(same, same, 0.1, keep_positive).item() == pytest.approx(math.log(candidates), rel=1e-5)
+    assert info_nce(same, same, 0.1, keep_positive).item() == pytest.approx(
+        math.log(candidates), rel=1e-5
+    )
 
 
 def test_info_nce_does_not_depend_on_length_but_on_direction():
@@ -65,7 +68,9 @@ def test_info_nce_does_not_depend_on_length_but_on_direction():
 
 
 def test_info_nce_of_two_rows_without_the_positive():
-    """Unit vectors at right angles, τ = ½: the own similarity is 2 and the other's 0, so that the loss is 0 - 2."""
+    """Unit vectors at right angles, τ = ½: the own similarity is 2 and the other's 0, so that the
+    loss is 0 - 2.
+    """
     rows = torch.eye(2)
     assert info_nce(rows, rows, 0.5, keep_positive=False).item() == pytest.approx(-2.0)
 
@@ -96,7 +101,8 @@ def test_bernoulli_kl_against_torch():
 
 
 def test_bernoulli_kl_limits():
-    """Zero where both agree; for certain p and opposite q it is |q|; gradients stay finite there."""
+    """Zero where both agree; for certain p and opposite q it is |q|; gradients stay finite there.
+    """
     extremes = torch.tensor([-1e4, -50.0, 0.0, 50.0, 1e4])
     assert torch.equal(bernoulli_kl(extremes, extremes), torch.zeros(5))
     p = torch.tensor([1e4, -1e4, 1e4], requires_grad=True)
@@ -110,7 +116,9 @@ def test_bernoulli_kl_limits():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_no_number_names_the_domain_the_round_and_the_loss(value):
-    context = Context("books", "train", 3, (), *generators(0, "train", 3, "books"), torch.device("cpu"))
+    context = Context(
+        "books", "train", 3, (), *generators(0, "train", 3, "books"), torch.device("cpu")
+    )
     means = {"loss_bpr": 0.5, "loss_l2": 0.0}
     assert finite(means, context) is means
     with pytest.raises(CrossfedError, match=r"books: .* in train, round 3: loss_l2 is not finite"):

@@ -1,4 +1,6 @@
-"""SASRec's network against one user at a time, its losses by hand and against torch, its training against a plain loop."""
+"""SASRec's network against one user at a time, its losses by hand and against torch, its training
+against a plain loop.
+"""
 
 import math
 from pathlib import Path
@@ -53,16 +55,26 @@ def small(**changes) -> NextItemConfig:
 def fresh(config: NextItemConfig, n_items: int = 12, seed: int = 0) -> NextItem:
     net = NextItem(n_items, config, torch.Generator().manual_seed(seed)).double()
     for parameter in net.parameters():  # large enough that every part matters
-        torch.nn.init.normal_(parameter, std=0.5, generator=torch.Generator().manual_seed(parameter.numel()))
+        torch.nn.init.normal_(
+            parameter, std=0.5, generator=torch.Generator().manual_seed(parameter.numel())
+        )
     return net
 
 
 def slow_states(net: NextItem, history: list[int]) -> torch.Tensor:
-    """F after the last of some items: one user, no padding, one head at a time, in the paper's order."""
+    """F after the last of some items: one user, no padding, one head at a time, in the paper's
+    order.
+    """
     config, n = net.config, len(history)
     first = config.length - n if config.positions == "end" else 0
-    places = [config.length - 1 - (first + t) for t in range(n)] if config.positions == "end" else list(range(n))
-    x = torch.stack([net.items[i] * (math.sqrt(config.dim) if config.norm == "pre" else 1) for i in history])
+    places = (
+        [config.length - 1 - (first + t) for t in range(n)]
+        if config.positions == "end"
+        else list(range(n))
+    )
+    x = torch.stack(
+        [net.items[i] * (math.sqrt(config.dim) if config.norm == "pre" else 1) for i in history]
+    )
     x = x + torch.stack([net.positions[p] for p in places])
     if config.norm == "post":
         x = F.layer_norm(x, (config.dim,), net.norm.weight, net.norm.bias, 1e-8)
@@ -70,10 +82,15 @@ def slow_states(net: NextItem, history: list[int]) -> torch.Tensor:
     def attention(layer, z):
         heads, width = [], config.dim // config.heads
         for h in range(config.heads):
-            q, k, v = (part(z)[:, h * width : (h + 1) * width] for part in (layer.query, layer.key, layer.value))
+            q, k, v = (
+                part(z)[:, h * width : (h + 1) * width]
+                for part in (layer.query, layer.key, layer.value)
+            )
             rows = []
             for t in range(n):
-                weight = torch.softmax(torch.stack([q[t] @ k[s] for s in range(t + 1)]) / math.sqrt(width), 0)
+                weight = torch.softmax(
+                    torch.stack([q[t] @ k[s] for s in range(t + 1)]) / math.sqrt(width), 0
+                )
                 rows.append(sum(w * v[s] for s, w in enumerate(weight)))
             heads.append(torch.stack(rows))
         return layer.out(torch.cat(heads, 1))
@@ -100,7 +117,9 @@ def slow_states(net: NextItem, history: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("norm", ["pre", "post"])
 @pytest.mark.parametrize("positions", ["start", "end"])
 def test_padded_windows_give_what_each_user_gives_alone(norm, positions):
-    net = fresh(small(norm=norm, positions=positions, activation="relu" if norm == "pre" else "gelu"))
+    net = fresh(
+        small(norm=norm, positions=positions, activation="relu" if norm == "pre" else "gelu")
+    )
     histories = [[3, 1, 4, 1, 5], [9], [2, 6, 7]]
     count = torch.tensor([len(h) for h in histories])
     inputs = torch.tensor([h + [0] * (5 - len(h)) for h in histories])
@@ -110,10 +129,15 @@ def test_padded_windows_give_what_each_user_gives_alone(norm, positions):
 
 
 def test_eq_1_by_hand():
-    """Eq. (1), dim = 4 so √dim = 2: items 10, 20, 30 and positions 1, 2, 3 counted from either end; the norm decides on √dim."""
+    """Eq. (1), dim = 4 so √dim = 2: items 10, 20, 30 and positions 1, 2, 3 counted from either end;
+    the norm decides on √dim.
+    """
     for norm, scale in (("pre", 2), ("post", 1)):
-        for positions, places in (("start", [1, 2, 3]), ("end", [2, 1, 3])):  # of a window of two, and of its padding
-            net = NextItem(3, small(dim=4, norm=norm, positions=positions, length=3), torch.Generator())
+        # of a window of two, and of its padding
+        for positions, places in (("start", [1, 2, 3]), ("end", [2, 1, 3])):
+            net = NextItem(
+                3, small(dim=4, norm=norm, positions=positions, length=3), torch.Generator()
+            )
             with torch.no_grad():
                 net.items.copy_(torch.tensor([10.0, 20, 30])[:, None].expand(3, 4))
                 net.positions.copy_(torch.tensor([1.0, 2, 3])[:, None].expand(3, 4))
@@ -128,7 +152,9 @@ def test_eq_9_by_hand():
 
 
 def test_initial_weights_come_from_the_generator():
-    one, two, other = (NextItem(50, NextItemConfig(), torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    one, two, other = (
+        NextItem(50, NextItemConfig(), torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+    )
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert not torch.equal(one.items, other.items)
     assert one.items.std().item() == pytest.approx(0.02, rel=0.1)
@@ -140,12 +166,15 @@ def test_initial_weights_come_from_the_generator():
 def test_eq_11_by_hand():
     """Eq. (11): one position, state 1; target with r = ln 3, negatives with r = 0 and -ln 3.
 
-    σ(ln 3) = 3/4, 1 - σ(0) = 1/2, 1 - σ(-ln 3) = 3/4: the loss is -ln(3/4 · 1/2 · 3/4). With β = 1/2 the first factor is √(3/4).
+    σ(ln 3) = 3/4, 1 - σ(0) = 1/2, 1 - σ(-ln 3) = 3/4: the loss is -ln(3/4 · 1/2 · 3/4). With β =
+    1/2 the first factor is √(3/4).
     """
     items = torch.tensor([[0.0], [math.log(3)], [-math.log(3)]])
     args = torch.tensor([[1.0]]), items, torch.tensor([1]), torch.tensor([[0, 2]])
     assert bce(*args).item() == pytest.approx(-math.log(3 / 4 * 1 / 2 * 3 / 4), rel=1e-6)
-    assert bce(*args, 0.5).item() == pytest.approx(-math.log(math.sqrt(3 / 4) * 1 / 2 * 3 / 4), rel=1e-6)
+    assert bce(*args, 0.5).item() == pytest.approx(
+        -math.log(math.sqrt(3 / 4) * 1 / 2 * 3 / 4), rel=1e-6
+    )
 
 
 def test_eq_11_is_a_mean_over_positions():
@@ -160,7 +189,9 @@ def test_eq_11_is_a_mean_over_positions():
 
 
 def test_the_power_of_gbce():
-    """k = 10 of 101 items: α = 1/10; t = 0 gives 1, t = 1 gives α, t = 0.75 gives 0.1 · (0.75 · -9 + 10) = 0.325."""
+    """k = 10 of 101 items: α = 1/10; t = 0 gives 1, t = 1 gives α, t = 0.75 gives 0.1 · (0.75 · -9
+    + 10) = 0.325.
+    """
     assert gbce_power(10, 101, 0.0) == pytest.approx(1)
     assert gbce_power(10, 101, 1.0) == pytest.approx(0.1)
     assert gbce_power(10, 101, 0.75) == pytest.approx(0.325)
@@ -177,7 +208,9 @@ def test_softmax_is_torchs_cross_entropy_with_its_gradients(entries):
     loss = softmax(states, items, target, entries)
     torch.testing.assert_close(loss, expected)
     wanted = torch.autograd.grad(2.5 * expected, [states, items])
-    for actual, gradient in zip(torch.autograd.grad(2.5 * loss, [states, items]), wanted, strict=True):
+    for actual, gradient in zip(
+        torch.autograd.grad(2.5 * loss, [states, items]), wanted, strict=True
+    ):
         torch.testing.assert_close(actual, gradient)
 
 
@@ -195,14 +228,22 @@ def test_softmax_survives_large_scores():
 @pytest.mark.parametrize("loss", ["softmax", "bce"])
 @pytest.mark.parametrize("cut", ["all", "last", "prefixes"])
 def test_an_epoch_is_plain_adam_on_one_user_at_a_time(loss, cut):
-    """The same windows, batches and negatives, but unpadded, with torch's losses and the unfused Adam."""
+    """The same windows, batches and negatives, but unpadded, with torch's losses and the unfused
+    Adam.
+    """
     data = shop([9, 2, 4, 1, 3, 7])
-    config = small(loss=loss, cut=cut, negatives=2, calibration=0.5 if cut == "all" else 0.0, length=4, lr=0.01)
+    config = small(
+        loss=loss, cut=cut, negatives=2, calibration=0.5 if cut == "all" else 0.0, length=4, lr=0.01
+    )
     net, plain = fresh(config), fresh(config)
     adam = torch.optim.Adam(plain.parameters(), lr=0.01, foreach=False, fused=False)
     rng = context(data).rng
     pieces = windows(data, 4, cut, rng)
-    negatives = draw_negatives(data, np.repeat(data.users, 2), rng).reshape(-1, 2) if loss == "bce" else None
+    negatives = (
+        draw_negatives(data, np.repeat(data.users, 2), rng).reshape(-1, 2)
+        if loss == "bce"
+        else None
+    )
     total, seen = 0.0, 0
     for rows in batches(pieces.count, 3, rng):
         parts = []
@@ -216,7 +257,8 @@ def test_an_epoch_is_plain_adam_on_one_user_at_a_time(loss, cut):
                 else:
                     β = gbce_power(2, 12, config.calibration)
                     parts.append(
-                        -β * torch.sigmoid(r[data.items[at]]).log() - (1 - torch.sigmoid(r[negatives[at]])).log().sum()
+                        -β * torch.sigmoid(r[data.items[at]]).log()
+                        - (1 - torch.sigmoid(r[negatives[at]])).log().sum()
                     )
         mean = sum(parts) / len(parts)
         adam.zero_grad()
@@ -258,7 +300,11 @@ def test_the_penalty_is_added_and_told():
     assert metrics["loss"] == pytest.approx(train_epoch(net, adam, data, context(data))["loss"])
     moved = fresh(small())
     train_epoch(
-        moved, torch.optim.SGD(moved.parameters(), lr=1.0), data, context(data), lambda: moved.positions[4].sum()
+        moved,
+        torch.optim.SGD(moved.parameters(), lr=1.0),
+        data,
+        context(data),
+        lambda: moved.positions[4].sum(),
     )
     other = fresh(small())
     train_epoch(other, torch.optim.SGD(other.parameters(), lr=1.0), data, context(data))
@@ -276,13 +322,17 @@ def test_divergence_is_told():
 
 @pytest.mark.parametrize("loss", ["softmax", "bce"])
 def test_it_learns_what_follows_what(loss):
-    """Items come in a circle: after training, the next one on the circle ranks first among the items not yet seen."""
+    """Items come in a circle: after training, the next one on the circle ranks first among the
+    items not yet seen.
+    """
     rng = np.random.default_rng(0)
     begin, n = rng.integers(0, 20, 60), 20
     users = np.repeat(np.arange(60), 6)
     items = ((begin[:, None] + np.arange(6)) % n).ravel()
     data = Interactions.build(60, n, users, items, np.arange(len(users)))
-    config = NextItemConfig(dim=16, heads=1, inner=16, dropout=0.1, loss=loss, lr=0.01, batch_size=16)
+    config = NextItemConfig(
+        dim=16, heads=1, inner=16, dropout=0.1, loss=loss, lr=0.01, batch_size=16
+    )
     learner = Learner(config, context(data))
     for epoch in range(1, 21):
         learner.train(context(data, epoch))
@@ -314,13 +364,17 @@ def test_user_vectors_do_not_drop_anything():
 
 def test_a_learner_recommends_from_what_it_was_last_shown():
     data = shop([4, 6, 3])
-    longer = Interactions.build(3, 12, np.append(data.users, 1), np.append(data.items, 11), np.append(data.times, 99))
+    longer = Interactions.build(
+        3, 12, np.append(data.users, 1), np.append(data.items, 11), np.append(data.times, 99)
+    )
     learner = Learner(small(), context(data))
     everyone = np.arange(3)
     before = learner.score(everyone)
     learner.observe(longer)
     after = learner.score(everyone)
-    torch.testing.assert_close(after, relevance(user_vectors(learner.net, longer), learner.net.items))
+    torch.testing.assert_close(
+        after, relevance(user_vectors(learner.net, longer), learner.net.items)
+    )
     assert not torch.equal(before[1], after[1])
     torch.testing.assert_close(before[[0, 2]], after[[0, 2]])
     exported = learner.export()

@@ -1,4 +1,5 @@
-"""Negatives are unseen and uniform, positives come once each, and the generator decides everything."""
+"""Negatives are unseen and uniform, positives come once each, and the generator decides everything.
+"""
 
 from collections import Counter
 
@@ -21,20 +22,31 @@ def test_an_epoch_has_every_pair_once_and_negatives_outside_the_history():
     data = Interactions.build(40, 25, pairs[:, 0], pairs[:, 1], rng.integers(0, 9, len(pairs)))
     batches = list(bpr_epoch(data, 64, rng))
     assert [len(users) for users, _, _ in batches] == [64] * (len(pairs) // 64) + [len(pairs) % 64]
-    users, positives, negatives = (np.concatenate([b[k].numpy() for b in batches]) for k in range(3))
-    assert sorted(zip(users.tolist(), positives.tolist(), strict=True)) == sorted(map(tuple, pairs.tolist()))
-    assert all(item not in history(data, user) for user, item in zip(users.tolist(), negatives.tolist(), strict=True))
+    users, positives, negatives = (
+        np.concatenate([b[k].numpy() for b in batches]) for k in range(3)
+    )
+    assert sorted(zip(users.tolist(), positives.tolist(), strict=True)) == sorted(
+        map(tuple, pairs.tolist())
+    )
+    assert all(
+        item not in history(data, user)
+        for user, item in zip(users.tolist(), negatives.tolist(), strict=True)
+    )
     assert (np.diff(users) < 0).any(), "pairs must be shuffled"
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 6), st.integers(1, 9), st.integers(0, 2**32))
 def test_negatives_are_unseen_or_minus_one(draw, n_users, n_items, seed):
-    pairs = draw.draw(st.lists(st.tuples(st.integers(0, n_users - 1), st.integers(0, n_items - 1)), max_size=40))
+    pairs = draw.draw(
+        st.lists(st.tuples(st.integers(0, n_users - 1), st.integers(0, n_items - 1)), max_size=40)
+    )
     columns = np.array(pairs, np.int64).reshape(-1, 2)
     data = Interactions.build(n_users, n_items, columns[:, 0], columns[:, 1])  # pairs may repeat
     users = np.arange(n_users).repeat(5)
-    for user, item in zip(users, draw_negatives(data, users, np.random.default_rng(seed)), strict=True):
+    for user, item in zip(
+        users, draw_negatives(data, users, np.random.default_rng(seed)), strict=True
+    ):
         seen = history(data, user)
         assert item == -1 if len(seen) == n_items else (0 <= item < n_items and item not in seen)
 
@@ -43,7 +55,9 @@ def test_negatives_are_unseen_or_minus_one(draw, n_users, n_items, seed):
 def test_negatives_are_uniform_over_the_unseen(seen):
     """60,000 draws: each unseen item within 5 standard deviations of its share."""
     data = Interactions.build(3, 8, np.array([0, *[1] * len(seen), 2]), np.array([4, *seen, 4]))
-    drawn = Counter(draw_negatives(data, np.ones(60_000, np.int64), np.random.default_rng(1)).tolist())
+    drawn = Counter(
+        draw_negatives(data, np.ones(60_000, np.int64), np.random.default_rng(1)).tolist()
+    )
     unseen = sorted(set(range(8)) - set(seen))
     assert sorted(drawn) == unseen
     share = 1 / len(unseen)
@@ -61,7 +75,9 @@ def test_a_user_who_has_everything_is_left_out():
 
 def test_without_interactions_there_are_no_batches():
     empty = np.array([], np.int64)
-    assert list(bpr_epoch(Interactions.build(2, 3, empty, empty), 8, np.random.default_rng(0))) == []
+    assert (
+        list(bpr_epoch(Interactions.build(2, 3, empty, empty), 8, np.random.default_rng(0))) == []
+    )
 
 
 def test_the_generator_decides():
@@ -69,7 +85,11 @@ def test_the_generator_decides():
     data = Interactions.build(20, 30, rng.integers(0, 20, 100), rng.integers(0, 30, 100))
 
     def epoch(seed: int) -> list[list[int]]:
-        return [column.tolist() for batch in bpr_epoch(data, 16, np.random.default_rng(seed)) for column in batch]
+        return [
+            column.tolist()
+            for batch in bpr_epoch(data, 16, np.random.default_rng(seed))
+            for column in batch
+        ]
 
     assert epoch(1) == epoch(1)
     assert epoch(1) != epoch(2)

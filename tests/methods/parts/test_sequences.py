@@ -16,7 +16,10 @@ def shop(sizes: list[int]) -> Interactions:
 
 
 def told(pieces: Windows) -> list[tuple[int, int, int]]:
-    return [(int(u), int(s), int(c)) for u, s, c in zip(pieces.user, pieces.start, pieces.count, strict=True)]
+    return [
+        (int(u), int(s), int(c))
+        for u, s, c in zip(pieces.user, pieces.start, pieces.count, strict=True)
+    ]
 
 
 def test_windows_by_hand():
@@ -86,7 +89,9 @@ def test_every_window_is_in_one_batch(counts, size, pool):
 
 
 def test_batches_hold_windows_of_similar_length_and_change():
-    """1000 windows of lengths 1 to 50: padding to a batch's longest costs little, and far more where batches are random."""
+    """1000 windows of lengths 1 to 50: padding to a batch's longest costs little, and far more
+    where batches are random.
+    """
     counts = np.random.default_rng(0).integers(1, 51, 1000)
 
     def cost(pool: int) -> float:

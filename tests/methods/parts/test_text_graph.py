@@ -1,4 +1,6 @@
-"""Item graphs: blocked neighbours against the full matrix, the normalised graph against a dense one, the measures by hand."""
+"""Item graphs: blocked neighbours against the full matrix, the normalised graph against a dense
+one, the measures by hand.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def dense_cosine(x: torch.Tensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("block", [1, 57 * 10, 1 << 24])
-def test_top_cosine_is_the_sorted_full_matrix(x: torch.Tensor, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_cosine_is_the_sorted_full_matrix(
+    x: torch.Tensor, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_graph, "BLOCK_ELEMENTS", block)
     index, value = top_cosine(x, 4)
     full = dense_cosine(x)
@@ -61,7 +65,9 @@ def test_at_least_one_neighbour_is_asked_for(x: torch.Tensor) -> None:
 
 
 def test_edges_by_hand() -> None:
-    """cos(a, b) = 0.6, cos(a, c) = -1, cos(b, c) = -0.6: the best of c is b, at weight max(-0.6, 0) = 0."""
+    """cos(a, b) = 0.6, cos(a, c) = -1, cos(b, c) = -0.6: the best of c is b, at weight max(-0.6, 0)
+    = 0.
+    """
     edges, weights = cosine_edges(torch.tensor([[1.0, 0.0], [3.0, 4.0], [-2.0, 0.0]]), 1)
     assert edges.tolist() == [[0, 1, 2], [1, 0, 1]]
     torch.testing.assert_close(weights, torch.tensor([0.6, 0.6, 0.0]))
@@ -103,42 +109,61 @@ def test_overlap_by_hand() -> None:
     a, b = torch.tensor([[1, 2], [0, 2], [0, 1]]), torch.tensor([[1, 3], [2, 0], [4, 5]])
     assert neighbour_overlap(a, b) == pytest.approx(0.5)
     assert neighbour_overlap(a, a) == 1
-    assert neighbour_overlap(torch.empty(3, 0, dtype=torch.int64), torch.empty(3, 0, dtype=torch.int64)) == 1
+    assert (
+        neighbour_overlap(
+            torch.empty(3, 0, dtype=torch.int64), torch.empty(3, 0, dtype=torch.int64)
+        )
+        == 1
+    )
 
 
 def test_overlap_needs_tables_of_one_shape() -> None:
     with pytest.raises(ValueError, match="differ in shape"):
-        neighbour_overlap(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int64))
+        neighbour_overlap(
+            torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 1, dtype=torch.int64)
+        )
 
 
 def test_effective_rank_by_hand() -> None:
-    """Four corners of a square in two dimensions: two equal singular values, so 2; on one line: 1; shifts do not matter."""
+    """Four corners of a square in two dimensions: two equal singular values, so 2; on one line: 1;
+    shifts do not matter.
+    """
     square = torch.tensor([[1.0, 1, 0], [1, -1, 0], [-1, 1, 0], [-1, -1, 0]])
     assert effective_rank(square) == pytest.approx(2)
     assert effective_rank(square + 7) == pytest.approx(2)
-    assert effective_rank(square[:, :1] * torch.tensor([1.0, 2.0, 3.0])) == pytest.approx(1, abs=1e-4)
+    assert effective_rank(square[:, :1] * torch.tensor([1.0, 2.0, 3.0])) == pytest.approx(
+        1, abs=1e-4
+    )
 
 
 def test_effective_rank_of_unequal_singular_values() -> None:
-    """Singular values 2 and 1: shares 2/3 and 1/3, entropy ln 3 − ⅔ ln 2, so the rank is 3 / 2^⅔."""
+    """Singular values 2 and 1: shares 2/3 and 1/3, entropy ln 3 − ⅔ ln 2, so the rank is 3 / 2^⅔.
+    """
     a, b = 2**0.5, 0.5**0.5
     x = torch.tensor([[a, 0.0], [-a, 0.0], [0.0, b], [0.0, -b]])
     assert effective_rank(x) == pytest.approx(3 / 2 ** (2 / 3), rel=1e-6)
 
 
 def test_aligned_projection_keeps_the_variance_of_pca() -> None:
-    x = torch.randn(200, 10, generator=torch.Generator().manual_seed(2)) * torch.linspace(3, 0.1, 10)
+    x = torch.randn(200, 10, generator=torch.Generator().manual_seed(2)) * torch.linspace(
+        3, 0.1, 10
+    )
     reference = torch.linalg.qr(torch.randn(10, 3, generator=torch.Generator().manual_seed(3))).Q
     weight = aligned_projection(x + 5, reference)
     torch.testing.assert_close(weight.T @ weight, torch.eye(3), atol=1e-5, rtol=0)
     kept = ((x @ weight).var(0, correction=0)).sum()
-    torch.testing.assert_close(kept, torch.linalg.eigvalsh(torch.cov(x.T, correction=0))[-3:].sum(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        kept, torch.linalg.eigvalsh(torch.cov(x.T, correction=0))[-3:].sum(), rtol=1e-4, atol=0
+    )
 
 
 def test_aligned_projection_is_the_nearest_to_the_reference() -> None:
     """The distance of V(Q·R) to the reference is larger for any other rotation R."""
     rng = torch.Generator().manual_seed(4)
-    x, reference = torch.randn(100, 8, generator=rng), torch.linalg.qr(torch.randn(8, 3, generator=rng)).Q
+    x, reference = (
+        torch.randn(100, 8, generator=rng),
+        torch.linalg.qr(torch.randn(8, 3, generator=rng)).Q,
+    )
     weight = aligned_projection(x, reference)
     for _ in range(20):
         other = weight @ torch.linalg.qr(torch.randn(3, 3, generator=rng)).Q

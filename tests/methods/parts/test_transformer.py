@@ -20,7 +20,9 @@ from crossfed.methods.parts.transformer import (
 
 
 def drawn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
+    )
 
 
 def slow_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen) -> torch.Tensor:
@@ -43,21 +45,27 @@ def test_attend_is_the_weighted_mean_of_seen_values(rate, monkeypatch):
         ({}, lambda t, s: True),
         ({"mask": mask}, lambda t, s: bool(mask[t, s])),
     ):
-        torch.testing.assert_close(attend(q, k, v, rate=rate, **kwargs), slow_attention(q, k, v, seen))
+        torch.testing.assert_close(
+            attend(q, k, v, rate=rate, **kwargs), slow_attention(q, k, v, seen)
+        )
     q = k[:, :]
     actual = attend(q, k, v, causal=True, rate=rate)
     torch.testing.assert_close(actual, slow_attention(q, k, v, lambda t, s: s <= t))
 
 
 def test_attend_by_hand():
-    """d = 4, one query (2, 0, 0, 0), keys with first entries 0 and ln 3: weights 1/4 and 3/4 of values 0 and 8: 6."""
+    """d = 4, one query (2, 0, 0, 0), keys with first entries 0 and ln 3: weights 1/4 and 3/4 of
+    values 0 and 8: 6.
+    """
     q = torch.tensor([[2.0, 0, 0, 0]])
     k = torch.tensor([[0.0, 5, 5, 5], [math.log(3), 1, 2, 3]])
     torch.testing.assert_close(attend(q, k, torch.tensor([[0.0], [8.0]])), torch.tensor([[6.0]]))
 
 
 def test_attention_splits_into_heads_of_consecutive_columns():
-    """Two heads of width 3: head h uses columns 3h … 3h + 2 of the projections; the joined heads are projected once."""
+    """Two heads of width 3: head h uses columns 3h … 3h + 2 of the projections; the joined heads
+    are projected once.
+    """
     layer = Attention(6, 2, 0.0).double()
     x, memory = drawn(2, 4, 6), drawn(2, 5, 6)
     actual = layer(x, memory)
@@ -65,7 +73,11 @@ def test_attention_splits_into_heads_of_consecutive_columns():
         heads = []
         for h in range(2):
             part = slice(3 * h, 3 * h + 3)
-            q, k, v = layer.query(x[b])[:, part], layer.key(memory[b])[:, part], layer.value(memory[b])[:, part]
+            q, k, v = (
+                layer.query(x[b])[:, part],
+                layer.key(memory[b])[:, part],
+                layer.value(memory[b])[:, part],
+            )
             heads.append(slow_attention(q, k, v, lambda t, s: True))
         torch.testing.assert_close(actual[b], layer.out(torch.cat(heads, 1)))
 
@@ -88,13 +100,20 @@ def test_feed_forward(activation):
     layer = FeedForward(3, 5, activation).double()
     x = drawn(2, 4, 3)
     hidden = x @ layer.inner.weight.T + layer.inner.bias
-    hidden = hidden.clamp(min=0) if activation == "relu" else hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
+    hidden = (
+        hidden.clamp(min=0)
+        if activation == "relu"
+        else hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
+    )
     torch.testing.assert_close(layer(x), hidden @ layer.outer.weight.T + layer.outer.bias)
 
 
 def slow_norm(x: torch.Tensor, norm: torch.nn.LayerNorm) -> torch.Tensor:
     centred = x - x.mean(-1, keepdim=True)
-    return norm.weight * centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-8) + norm.bias
+    return (
+        norm.weight * centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-8)
+        + norm.bias
+    )
 
 
 def test_residual_normalises_before_or_after():
@@ -103,7 +122,11 @@ def test_residual_normalises_before_or_after():
         step = Residual(4, 0.0, placement).double()
         torch.nn.init.normal_(step.norm.weight)
         torch.nn.init.normal_(step.norm.bias)
-        expected = x + slow_norm(x, step.norm) ** 2 if placement == "pre" else slow_norm(x + x**2, step.norm)
+        expected = (
+            x + slow_norm(x, step.norm) ** 2
+            if placement == "pre"
+            else slow_norm(x + x**2, step.norm)
+        )
         torch.testing.assert_close(step(x, torch.square), expected)
 
 
@@ -135,10 +158,13 @@ def test_dropout_keeps_the_mean_and_the_rate():
         kept = y != 0
         assert kept.float().mean().item() == pytest.approx(1 - rate, abs=4e-3)
         assert y[kept].unique().tolist() == pytest.approx([1 / (1 - rate)], rel=1e-4)
-    pairs = (dropout(x, 0.5, True) != 0)[:400_000].view(-1, 4)  # four entries share a draw, and are independent
+    # four entries share a draw, and are independent
+    pairs = (dropout(x, 0.5, True) != 0)[:400_000].view(-1, 4)
     for i in range(4):
         for j in range(i):
-            assert (pairs[:, i] & pairs[:, j]).float().mean().item() == pytest.approx(0.25, abs=8e-3)
+            assert (pairs[:, i] & pairs[:, j]).float().mean().item() == pytest.approx(
+                0.25, abs=8e-3
+            )
 
 
 def test_dropout_passes_gradients_where_it_passes_values():
@@ -169,14 +195,20 @@ def test_initialise():
     assert (block.around_feed.norm.weight == 1).all()
     again = Block(32, 2, 200, 0.0, "pre", "relu")
     initialise(again, 0.02, torch.Generator().manual_seed(3))
-    assert all(torch.equal(a, b) for a, b in zip(block.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(block.parameters(), again.parameters(), strict=True)
+    )
 
 
 def test_the_fused_path_is_torchs_own(monkeypatch):
-    """Without dropout the fused kernel runs; with it on the CPU it does not, since torch's dropout is the slow part."""
+    """Without dropout the fused kernel runs; with it on the CPU it does not, since torch's dropout
+    is the slow part.
+    """
     calls = []
     real = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or real(*a, **k))
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or real(*a, **k)
+    )
     layer = Attention(4, 1, 0.5)
     layer(torch.randn(1, 3, 4))
     assert not calls

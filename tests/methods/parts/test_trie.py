@@ -1,4 +1,6 @@
-"""The prefix trie: every table against the plain set of prefixes, a small one by hand, items that share a leaf."""
+"""The prefix trie: every table against the plain set of prefixes, a small one by hand, items that
+share a leaf.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ SIDS = np.array([[2, 0], [0, 1], [2, 3], [0, 1], [2, 0], [0, 1]])
 def test_a_small_trie_by_hand() -> None:
     """Six items on three paths: (0,1) holds items 1, 3, 5; (2,0) holds 0 and 4; (2,3) holds 2.
 
-    Depth 1 has the nodes 0 (code 0) and 1 (code 2). The leaves are 0 = (0,1), 1 = (2,0), 2 = (2,3); 3 is the empty leaf.
+    Depth 1 has the nodes 0 (code 0) and 1 (code 2). The leaves are 0 = (0,1), 1 = (2,0), 2 = (2,3);
+    3 is the empty leaf.
     """
     trie = Trie.build(SIDS, np.array([5, 1, 0, 9, 7, 1]), codes=4)
     assert trie.levels == 2
@@ -39,7 +42,9 @@ def test_a_small_trie_by_hand() -> None:
     ),
     data=st.data(),
 )
-def test_a_prefix_is_in_the_trie_exactly_if_an_item_has_it(sids: np.ndarray, data: st.DataObject) -> None:
+def test_a_prefix_is_in_the_trie_exactly_if_an_item_has_it(
+    sids: np.ndarray, data: st.DataObject
+) -> None:
     popularity = data.draw(hnp.arrays(np.int64, len(sids), elements=st.integers(0, 3)))
     trie = Trie.build(sids, popularity, codes=5)
     for path in np.ndindex(*[5] * trie.levels):
@@ -57,7 +62,9 @@ def test_a_prefix_is_in_the_trie_exactly_if_an_item_has_it(sids: np.ndarray, dat
     for depth in range(trie.levels):
         order = torch.arange(trie.sizes[depth + 1])
         assert torch.equal(trie.child[depth][trie.parent[depth], trie.token[depth]].long(), order)
-        assert torch.equal(trie.parent[depth], trie.parent[depth].sort().values), "children of neighbours lie together"
+        assert torch.equal(trie.parent[depth], trie.parent[depth].sort().values), (
+            "children of neighbours lie together"
+        )
 
 
 def test_the_order_in_a_leaf_rebuilds_the_same_trie() -> None:

@@ -24,14 +24,20 @@ def interactions(seed: int = 0) -> pd.DataFrame:
     )
 
 
-ITEMS = pd.DataFrame({"item": [f"i{item}" for item in range(15)], "title": [f"title {item}" for item in range(15)]})
+ITEMS = pd.DataFrame(
+    {"item": [f"i{item}" for item in range(15)], "title": [f"title {item}" for item in range(15)]}
+)
 RECIPE = {"user_core": 2, "item_core": 2}
 
 
 def test_frames_and_files_give_the_same_data(tmp_path: Path) -> None:
     frame = interactions()
     made = crossfed.prepare(
-        {"books": (frame, ITEMS)}, out=tmp_path / "a", text=("title",), recipe=RECIPE, report=lambda line: None
+        {"books": (frame, ITEMS)},
+        out=tmp_path / "a",
+        text=("title",),
+        recipe=RECIPE,
+        report=lambda line: None,
     )
     frame.to_csv(tmp_path / "books.csv", index=False)
     ITEMS.to_csv(tmp_path / "items.csv", index=False)
@@ -49,7 +55,9 @@ def test_frames_and_files_give_the_same_data(tmp_path: Path) -> None:
 
 def test_arrow_tables_are_taken_too(tmp_path: Path) -> None:
     frame = pa.Table.from_pandas(interactions(), preserve_index=False)
-    made = crossfed.prepare({"books": frame}, out=tmp_path / "a", recipe=RECIPE, report=lambda line: None)
+    made = crossfed.prepare(
+        {"books": frame}, out=tmp_path / "a", recipe=RECIPE, report=lambda line: None
+    )
     assert made.sizes("books")[0] > 10
 
 

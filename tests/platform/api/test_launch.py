@@ -16,7 +16,12 @@ QUIET = {"tracking.enabled": False}
 
 def test_keywords_make_the_same_configuration_as_options(shops: Path, tmp_path: Path) -> None:
     by_name = configure(
-        "lightgcn", data=shops, seed=3, out=tmp_path, config={"dim": 8}, settings={"evaluation.every": 2}
+        "lightgcn",
+        data=shops,
+        seed=3,
+        out=tmp_path,
+        config={"dim": 8},
+        settings={"evaluation.every": 2},
     )
     by_option = build(
         "lightgcn",
@@ -28,7 +33,13 @@ def test_keywords_make_the_same_configuration_as_options(shops: Path, tmp_path: 
 
 def test_a_run_comes_back_with_test_metrics(shops: Path, tmp_path: Path) -> None:
     run = crossfed.run(
-        "lightgcn", data=shops, out=tmp_path, backend="inprocess", progress="quiet", settings=QUIET, **QUICK
+        "lightgcn",
+        data=shops,
+        out=tmp_path,
+        backend="inprocess",
+        progress="quiet",
+        settings=QUIET,
+        **QUICK,
     )
     assert set(run.metrics["split"]) == {"validation", "test"}
     assert set(run.metrics["domain"]) == {"books", "films", "games"}
@@ -48,8 +59,18 @@ def test_without_test_the_test_split_stays_unread(shops: Path, tmp_path: Path) -
     assert set(run.metrics["split"]) == {"validation"} and not (run.path / "per_user").exists()
 
 
-def test_quiet_prints_the_result_only(shops: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    crossfed.run("lightgcn", data=shops, out=tmp_path, backend="inprocess", progress="quiet", settings=QUIET, **QUICK)
+def test_quiet_prints_the_result_only(
+    shops: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    crossfed.run(
+        "lightgcn",
+        data=shops,
+        out=tmp_path,
+        backend="inprocess",
+        progress="quiet",
+        settings=QUIET,
+        **QUICK,
+    )
     shown = capsys.readouterr().out
     assert "train 1/2" not in shown and "stage" not in shown
 

@@ -47,7 +47,11 @@ def test_history_has_a_row_per_round_and_a_column_per_metric(runs: list[crossfed
 
 
 def test_means_of_per_user_values_are_the_metrics(runs: list[crossfed.Run]) -> None:
-    table = runs[0].metrics.query("split == 'test' and metric == 'recall_at_20'").set_index("domain")["value"]
+    table = (
+        runs[0]
+        .metrics.query("split == 'test' and metric == 'recall_at_20'")
+        .set_index("domain")["value"]
+    )
     means = runs[0].per_user().groupby("domain")["recall_at_20"].mean()
     pd.testing.assert_series_equal(means.sort_index(), table.sort_index(), check_names=False)
     with pytest.raises(crossfed.CrossfedError, match="nowhere"):
@@ -87,7 +91,11 @@ def test_an_unfinished_run_says_so(runs: list[crossfed.Run], tmp_path: Path) -> 
 def test_a_comparison_is_a_table_for_people_and_for_programs(runs: list[crossfed.Run]) -> None:
     made = crossfed.compare(runs, metrics=["recall@20"])
     assert set(made.table["method"]) == {"lightgcn", "fedsasrec"} and not made.tests.empty
-    assert "<table>" in made._repr_html_() and "| lightgcn" in made.markdown() and "tabular" in made.latex()
+    assert (
+        "<table>" in made._repr_html_()
+        and "| lightgcn" in made.markdown()
+        and "tabular" in made.latex()
+    )
     with pytest.raises(crossfed.CrossfedError, match="validation"):
         crossfed.compare(runs, split="train")
 

@@ -1,4 +1,6 @@
-"""The command line as a user meets it: results, resumption after SIGKILL, and one sentence with exit code 2 for a mistake."""
+"""The command line as a user meets it: results, resumption after SIGKILL, and one sentence with
+exit code 2 for a mistake.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,22 @@ import pytest
 
 from crossfed.platform.cli import main
 
-SMALL = ["--set", "dim=8", "--set", "batch_size=64", "--set", "text.encoder=hashing:32", "--progress", "plain"]
+SMALL = [
+    "--set",
+    "dim=8",
+    "--set",
+    "batch_size=64",
+    "--set",
+    "text.encoder=hashing:32",
+    "--progress",
+    "plain",
+]
 FEDCRF = ["fedcrf", *SMALL, "--set", "K=4", "--set", "rounds=2", "--set", "epochs=3"]
 
 
-def crossfed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+def crossfed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str
+) -> tuple[int, str, str]:
     """Exit code, output and errors of `crossfed …`, run through its entry point."""
     monkeypatch.setattr(sys, "argv", ["crossfed", *args])
     with pytest.raises(SystemExit) as caught:
@@ -48,7 +61,9 @@ def test_methods_tells_what_crosses(call) -> None:
 
 
 def test_a_run_writes_everything_it_promises(call, shops: Path, tmp_path: Path) -> None:
-    code, out, err = call("run", *FEDCRF, "--data", shops, "--out", tmp_path, "--backend", "inprocess", "--seed", 3)
+    code, out, err = call(
+        "run", *FEDCRF, "--data", shops, "--out", tmp_path, "--backend", "inprocess", "--seed", 3
+    )
     assert code == 0, err
     assert "pretrain 2/2" in out and "finetune" in out and "full:30" in out
     result_file = Path(out.strip().splitlines()[-1])
@@ -58,11 +73,21 @@ def test_a_run_writes_everything_it_promises(call, shops: Path, tmp_path: Path) 
         for split in ("validation", "test"):
             assert 0 <= domain[split]["ndcg_at_20"] <= domain[split]["recall_at_20"] <= 1
     assert result["bytes"]["up"]["books"] == 2 * 30 * 8 * 4  # rounds × items × dim × float32
-    assert result["bytes"]["down"]["books"] == 2 * (4 * 8 * 4 + 30 * 8)  # rounds × (K × dim × float32 + items × int64)
+    # rounds × (K × dim × float32 + items × int64)
+    assert result["bytes"]["down"]["books"] == 2 * (4 * 8 * 4 + 30 * 8)
     run_dir = result_file.parent
-    for name in ("config.yaml", "data.json", "placement.json", "ledger.parquet", "history.jsonl", "mlflow_run_id"):
+    for name in (
+        "config.yaml",
+        "data.json",
+        "placement.json",
+        "ledger.parquet",
+        "history.jsonl",
+        "mlflow_run_id",
+    ):
         assert (run_dir / name).is_file(), name
-    assert {path.name for path in (run_dir / "per_user").iterdir()} == {f"{d}.test.parquet" for d in result["domains"]}
+    assert {path.name for path in (run_dir / "per_user").iterdir()} == {
+        f"{d}.test.parquet" for d in result["domains"]
+    }
     assert {path.name for path in (run_dir / "model").glob("*.safetensors")} == {
         f"{d}.safetensors" for d in result["domains"]
     }
@@ -82,13 +107,17 @@ def test_per_user_files_hold_rows_not_ids(call, shops: Path, tmp_path: Path) -> 
     table = pd.read_parquet(run_dir / "per_user" / "films.test.parquet")
     assert table["user"].dtype.kind == "i" and table["user"].between(0, 49).all()
     result = json.loads((run_dir / "result.json").read_text())
-    assert table["recall_at_20"].mean() == pytest.approx(result["domains"]["films"]["test"]["recall_at_20"], abs=1e-12)
+    assert table["recall_at_20"].mean() == pytest.approx(
+        result["domains"]["films"]["test"]["recall_at_20"], abs=1e-12
+    )
 
 
 def test_what_a_run_logs_in_mlflow(call, shops: Path, tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
-    code, out, _ = call("run", *FEDCRF, "--data", shops, "--out", tmp_path, "--backend", "inprocess")
+    code, out, _ = call(
+        "run", *FEDCRF, "--data", shops, "--out", tmp_path, "--backend", "inprocess"
+    )
     assert code == 0
     run_dir = Path(out.strip().splitlines()[-1]).parent
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
@@ -101,7 +130,9 @@ def test_what_a_run_logs_in_mlflow(call, shops: Path, tmp_path: Path) -> None:
     for name, domain in result["domains"].items():
         assert run.data.metrics[f"domain/{name}/test_ndcg_at_20"] == domain["test"]["ndcg_at_20"]
         curve = client.get_metric_history(run.info.run_id, f"domain/{name}/val_recall_at_20")
-        history = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
+        history = [
+            json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()
+        ]
         told = [
             row["metrics"][f"val/{name}/recall_at_20"]
             for row in history
@@ -115,30 +146,76 @@ def test_what_a_run_logs_in_mlflow(call, shops: Path, tmp_path: Path) -> None:
     assert run.data.metrics["all/best_recall_at_20"] == pytest.approx(sum(selected) / 3)
     stages = [point.value for point in client.get_metric_history(run.info.run_id, "all/stage")]
     assert stages == sorted(stages) and set(stages) == {1, 2}
-    assert len(run.data.metrics) <= 60 and not [name for name in run.data.metrics if name.startswith("system/")]
+    assert len(run.data.metrics) <= 60 and not [
+        name for name in run.data.metrics if name.startswith("system/")
+    ]
     assert set(result["memory"]) == {"server", *result["domains"]}
     for name, peak in result["memory"].items():
         assert peak["process"] > 100_000_000 and peak["gpu"] is None, name
     [dataset] = [entry.dataset for entry in run.inputs.dataset_inputs]
-    assert dataset.name == shops.name and json.loads(dataset.profile).keys() == result["domains"].keys()
+    assert (
+        dataset.name == shops.name
+        and json.loads(dataset.profile).keys() == result["domains"].keys()
+    )
     top = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
-    assert {"config.yaml", "result.json", "placement.json", "ledger.parquet", "data.json", "figures", "per_user"} <= top
-    drawn = {Path(artifact.path).stem for artifact in client.list_artifacts(run.info.run_id, "figures")}
+    assert {
+        "config.yaml",
+        "result.json",
+        "placement.json",
+        "ledger.parquet",
+        "data.json",
+        "figures",
+        "per_user",
+    } <= top
+    drawn = {
+        Path(artifact.path).stem for artifact in client.list_artifacts(run.info.run_id, "figures")
+    }
     assert drawn == {"validation", "losses", "diagnostics", "bytes", "upload", "cohorts"}
 
 
-def test_killed_with_sigkill_and_resumed_equals_uninterrupted(call, shops: Path, tmp_path: Path) -> None:
+def test_killed_with_sigkill_and_resumed_equals_uninterrupted(
+    call, shops: Path, tmp_path: Path
+) -> None:
     """A real process, killed at a random moment of its rounds, in whatever it was doing."""
-    args = ["lightgcn", "--set", "dim=64", "--set", "epochs=40", "--set", "batch_size=8", "--set", "patience=40"]
-    args += ["--data", str(shops), "--backend", "inprocess", "--set", "tracking.enabled=false", "--progress", "quiet"]
+    args = [
+        "lightgcn",
+        "--set",
+        "dim=64",
+        "--set",
+        "epochs=40",
+        "--set",
+        "batch_size=8",
+        "--set",
+        "patience=40",
+    ]
+    args += [
+        "--data",
+        str(shops),
+        "--backend",
+        "inprocess",
+        "--set",
+        "tracking.enabled=false",
+        "--progress",
+        "quiet",
+    ]
     code, out, err = call("run", *args, "--out", tmp_path / "straight")
     assert code == 0, err
     straight = json.loads(Path(out.strip().splitlines()[-1]).read_text())
     victim = subprocess.Popen(
-        [sys.executable, "-m", "crossfed.platform.cli.main", "run", *args, "--out", str(tmp_path / "killed")]
+        [
+            sys.executable,
+            "-m",
+            "crossfed.platform.cli.main",
+            "run",
+            *args,
+            "--out",
+            str(tmp_path / "killed"),
+        ]
     )
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not list((tmp_path / "killed").glob("*/checkpoints/commit-*/progress.json")):
+    while time.monotonic() < deadline and not list(
+        (tmp_path / "killed").glob("*/checkpoints/commit-*/progress.json")
+    ):
         time.sleep(0.02)
     time.sleep(float(np.random.default_rng().uniform(0.05, 0.8)))
     victim.send_signal(signal.SIGKILL)
@@ -153,10 +230,22 @@ def test_killed_with_sigkill_and_resumed_equals_uninterrupted(call, shops: Path,
 
 @pytest.mark.parametrize("backend", ["inprocess", pytest.param("ray", marks=pytest.mark.slow)])
 def test_sigterm_ends_a_run_cleanly(shops: Path, tmp_path: Path, backend: str) -> None:
-    """A scheduler's SIGTERM: exit code 130, one sentence with the way on, the MLflow run marked as killed."""
+    """A scheduler's SIGTERM: exit code 130, one sentence with the way on, the MLflow run marked as
+    killed.
+    """
     from mlflow import MlflowClient
 
-    args = ["lightgcn", "--set", "dim=8", "--set", "epochs=5000", "--set", "patience=5000", "--data", str(shops)]
+    args = [
+        "lightgcn",
+        "--set",
+        "dim=8",
+        "--set",
+        "epochs=5000",
+        "--set",
+        "patience=5000",
+        "--data",
+        str(shops),
+    ]
     args += ["--backend", backend]
     command = [
         sys.executable,
@@ -171,14 +260,21 @@ def test_sigterm_ends_a_run_cleanly(shops: Path, tmp_path: Path, backend: str) -
     ]
     victim = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and not list(tmp_path.glob("*/checkpoints/commit-*/progress.json")):
+    while time.monotonic() < deadline and not list(
+        tmp_path.glob("*/checkpoints/commit-*/progress.json")
+    ):
         time.sleep(0.1)
     victim.send_signal(signal.SIGTERM)
     _, err = victim.communicate(timeout=60)
     assert victim.returncode == 130, err
-    assert err.startswith("Interrupted. What was committed stays: crossfed run --resume") and len(err.splitlines()) == 1
+    assert (
+        err.startswith("Interrupted. What was committed stays: crossfed run --resume")
+        and len(err.splitlines()) == 1
+    )
     (run_dir,) = (path.parent for path in tmp_path.glob("*/config.yaml"))
-    run = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_run((run_dir / "mlflow_run_id").read_text().strip())
+    run = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_run(
+        (run_dir / "mlflow_run_id").read_text().strip()
+    )
     assert run.info.status == "KILLED"
 
 
@@ -202,7 +298,10 @@ def test_resume_takes_no_other_settings(call, shops: Path, tmp_path: Path) -> No
         (["fedcrf", "--domains", "books,shoes"], "There is no domain 'shoes'"),
         (["fedcrf", "--domains", "books,books"], "must name each domain once"),
         (["fedcrf", "--domains", "books"], "needs at least two domains, but got books alone"),
-        (["fedcrf", "--backend", "inprocess", "--set", "resources.gpus_per_domain=1"], "torch sees none here"),
+        (
+            ["fedcrf", "--backend", "inprocess", "--set", "resources.gpus_per_domain=1"],
+            "torch sees none here",
+        ),
         (["fedcrf", "--out", "{file}"], "cannot be made"),
         (["fedcrf", "--tracking-uri", "http://127.0.0.1:9", "--require-tracking"], "127.0.0.1:9"),
         (["fedcrf", "--set", "text.encoder=no-such/model"], "no-such/model"),
@@ -220,9 +319,17 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     (tmp_path / "file").touch()
     args = [arg.format(tmp=tmp_path, old=old, file=tmp_path / "file") for arg in args]
     defaults = (
-        [] if not args else ["--set", "text.encoder=hashing:64"] if "text.encoder=no-such/model" not in args else []
+        []
+        if not args
+        else ["--set", "text.encoder=hashing:64"]
+        if "text.encoder=no-such/model" not in args
+        else []
     )
-    for option, value in (("--data", shops), ("--out", tmp_path / "runs"), ("--backend", "inprocess")):
+    for option, value in (
+        ("--data", shops),
+        ("--out", tmp_path / "runs"),
+        ("--backend", "inprocess"),
+    ):
         if option not in args and args:
             defaults += [option, str(value)]
     code, _, err = call("run", *args, *defaults, "--progress", "quiet")
@@ -231,7 +338,9 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(
     assert len(err.strip().splitlines()) == 1
 
 
-def test_an_unreachable_tracking_server_is_a_warning_and_a_spool(call, shops: Path, tmp_path: Path) -> None:
+def test_an_unreachable_tracking_server_is_a_warning_and_a_spool(
+    call, shops: Path, tmp_path: Path
+) -> None:
     began = time.monotonic()
     code, out, _ = call(
         "run", "lightgcn", *SMALL, "--set", "epochs=2", "--data", shops, "--out", tmp_path, "--backend", "inprocess",
@@ -248,14 +357,28 @@ def test_an_unreachable_tracking_server_is_a_warning_and_a_spool(call, shops: Pa
     client = MlflowClient(f"sqlite:///{tmp_path}/late.db")
     run = client.get_run((run_dir / "mlflow_run_id").read_text().strip())
     result = json.loads((run_dir / "result.json").read_text())
-    assert run.data.metrics["domain/books/test_recall_at_20"] == result["domains"]["books"]["test"]["recall_at_20"]
+    assert (
+        run.data.metrics["domain/books/test_recall_at_20"]
+        == result["domains"]["books"]["test"]["recall_at_20"]
+    )
 
 
 @pytest.mark.parametrize("method", ["fedcrf", "lightgcn"])
 def test_a_diverging_run_says_so(method: str, call, shops: Path, tmp_path: Path) -> None:
     sets = ["--set", "K=4"] if method == "fedcrf" else []
     code, _, err = call(
-        "run", method, *SMALL, *sets, "--set", "lr=1e30", "--data", shops, "--out", tmp_path, "--backend", "inprocess"
+        "run",
+        method,
+        *SMALL,
+        *sets,
+        "--set",
+        "lr=1e30",
+        "--data",
+        shops,
+        "--out",
+        tmp_path,
+        "--backend",
+        "inprocess",
     )
     assert code == 2 and "training has diverged in" in err and "use a smaller learning rate" in err
     assert not list(tmp_path.glob("*/result.json"))
@@ -268,7 +391,18 @@ def test_ui_needs_a_store_and_stays_on_loopback(call, tmp_path: Path) -> None:
 
 def test_data_commands(call, tmp_path: Path) -> None:
     code, out, err = call(
-        "data", "synth", "--out", tmp_path / "s", "--domains", 2, "--users", 60, "--items", 40, "--overlap", 0.5
+        "data",
+        "synth",
+        "--out",
+        tmp_path / "s",
+        "--domains",
+        2,
+        "--users",
+        60,
+        "--items",
+        40,
+        "--overlap",
+        0.5,
     )
     assert code == 0, err
     assert "(synthetic)" in out and "30 (" in out
@@ -282,10 +416,13 @@ def test_data_commands(call, tmp_path: Path) -> None:
 
 def test_prepare_from_a_users_own_files(call, tmp_path: Path) -> None:
     """A gzip CSV with a column mapping; then a truncated copy of it is refused with its name."""
-    rows = ["who,what,when,name"] + [f"u{u},i{i},{100 * u + i},thing {i}" for u in range(8) for i in range(6)]
+    rows = ["who,what,when,name"] + [
+        f"u{u},i{i},{100 * u + i},thing {i}" for u in range(8) for i in range(6)
+    ]
     (tmp_path / "own.csv.gz").write_bytes(gzip.compress("\n".join(rows).encode() + b"\n"))
     (tmp_path / "spec.yaml").write_text(
-        "name: own\nrecipe: {text: [name]}\ndomains:\n  mine:\n    interactions:\n      path: own.csv.gz\n      layout: table\n"
+        "name: own\nrecipe: {text: [name]}\ndomains:\n  mine:\n    interactions:\n      path: "
+        "own.csv.gz\n      layout: table\n"
         "      columns: {user: who, item: what, time: when, name: name}\n"
     )
     code, out, err = call("data", "prepare", tmp_path / "spec.yaml", "--out", tmp_path / "data")
@@ -302,7 +439,16 @@ def test_compare(call, shops: Path, tmp_path: Path) -> None:
     import pandas as pd
 
     runs: list[Path] = []
-    common = ["--data", shops, "--out", tmp_path, "--backend", "inprocess", "--set", "tracking.enabled=false"]
+    common = [
+        "--data",
+        shops,
+        "--out",
+        tmp_path,
+        "--backend",
+        "inprocess",
+        "--set",
+        "tracking.enabled=false",
+    ]
     for args in (
         ["lightgcn", "--seed", 1],
         ["lightgcn", "--seed", 2],
@@ -316,10 +462,19 @@ def test_compare(call, shops: Path, tmp_path: Path) -> None:
     results = [json.loads((run / "result.json").read_text()) for run in runs]
     mean = np.mean([result["domains"]["books"]["test"]["recall_at_20"] for result in results[:2]])
     assert f"{mean:.4f}" in out and "protocol ratio-80-10-10" in out and "| lightgcn | 2 |" in out
-    tables = [pd.read_parquet(run / "per_user" / "games.test.parquet")["recall_at_20"] for run in runs]
+    tables = [
+        pd.read_parquet(run / "per_user" / "games.test.parquet")["recall_at_20"] for run in runs
+    ]
     difference = float((tables[2] - (tables[0] + tables[1]) / 2).mean())
     assert f"| fedcrf | lightgcn | games | Recall@20 | {difference:+.4f} |" in out
-    args = ["--split", "validation", "--metric", "mrr@10", "--out-file", tmp_path / "t" / "table.csv"]
+    args = [
+        "--split",
+        "validation",
+        "--metric",
+        "mrr@10",
+        "--out-file",
+        tmp_path / "t" / "table.csv",
+    ]
     code, out, _ = call("compare", runs[0], runs[2], *args)
     assert code == 0 and out.strip() == str(tmp_path / "t" / "table.csv")
     from_disk = (tmp_path / "t" / "table.csv").read_text()
@@ -331,17 +486,33 @@ def test_compare(call, shops: Path, tmp_path: Path) -> None:
     assert code == 2 and "has not finished" in err and runs[1].name in err
 
 
-def test_the_audit_attacks_what_was_uploaded_and_survives_a_resume(call, shops: Path, tmp_path: Path) -> None:
-    common = ["--data", shops, "--out", tmp_path, "--backend", "inprocess", "--set", "evaluation.audit=true"]
+def test_the_audit_attacks_what_was_uploaded_and_survives_a_resume(
+    call, shops: Path, tmp_path: Path
+) -> None:
+    common = [
+        "--data",
+        shops,
+        "--out",
+        tmp_path,
+        "--backend",
+        "inprocess",
+        "--set",
+        "evaluation.audit=true",
+    ]
     code, out, err = call("run", *FEDCRF, *common)
     assert code == 0, err
     result = json.loads(Path(out.strip().splitlines()[-1]).read_text())
     audit = result["domains"]["books"]["audit"]
-    assert set(audit) == {f"item_vectors{what}/f1_at_{k}" for what in ("", "_random", "_popularity") for k in (1, 3, 5)}
+    assert set(audit) == {
+        f"item_vectors{what}/f1_at_{k}"
+        for what in ("", "_random", "_popularity")
+        for k in (1, 3, 5)
+    }
     assert all(0 < value < 1 for value in audit.values())
     run_dir = Path(out.strip().splitlines()[-1]).parent
     (run_dir / "result.json").unlink()
-    code, out, err = call("run", "--resume", run_dir)  # every round is committed: only the end is done again
+    # every round is committed: only the end is done again
+    code, out, err = call("run", "--resume", run_dir)
     assert code == 0, err
     assert json.loads((run_dir / "result.json").read_text())["domains"] == result["domains"]
 
@@ -349,8 +520,11 @@ def test_the_audit_attacks_what_was_uploaded_and_survives_a_resume(call, shops: 
 @pytest.mark.parametrize("code", [0, 2, 130])
 def test_the_program_ends_with_its_code_and_what_is_due_at_its_end(code: int) -> None:
     script = (
-        "import atexit, sys\nfrom crossfed.platform.cli import main as cli\natexit.register(print, 'due')\n"
+        "import atexit, sys\nfrom crossfed.platform.cli import main as "
+        "cli\natexit.register(print, 'due')\n"
         f"cli.main = lambda: sys.exit({code})\ncli.entry()\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stdout) == (code, "due\n"), done.stderr

@@ -1,4 +1,6 @@
-"""The commands that look at finished runs, from the command line: what they print, write and refuse."""
+"""The commands that look at finished runs, from the command line: what they print, write and
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,15 @@ def call(*args: Any) -> str:
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """Three methods: LightGCN over two seeds, FedCRF over two, and FedCRF without its contrastive loss."""
-    asked = [("l0", "lightgcn", 0, ()), ("l1", "lightgcn", 1, ()), ("f0", "fedcrf", 0, ()), ("f1", "fedcrf", 1, ())]
+    """Three methods: LightGCN over two seeds, FedCRF over two, and FedCRF without its contrastive
+    loss.
+    """
+    asked = [
+        ("l0", "lightgcn", 0, ()),
+        ("l1", "lightgcn", 1, ()),
+        ("f0", "fedcrf", 0, ()),
+        ("f1", "fedcrf", 1, ()),
+    ]
     for name, method, seed, sets in (*asked, ("cl", "fedcrf", 0, ("ablation=cl",))):
         values = {"books": {"recall_at_20": users(seed, 0.3), "ndcg_at_20": users(seed + 5, 0.2)}}
         rows = [
@@ -40,16 +49,22 @@ def out(tmp_path: Path) -> Path:
 def test_forms_of_a_comparison(out: Path) -> None:
     runs = ["l0", "l1", "f0", "f1", "--out", out]
     told = call("compare", *runs)
-    assert told.startswith("| method | seeds | books Recall@20 | books NDCG@20 |\n") and "95 % interval" in told
+    assert (
+        told.startswith("| method | seeds | books Recall@20 | books NDCG@20 |\n")
+        and "95 % interval" in told
+    )
     for name, words in (
         ("t.tex", r"\toprule"),
         ("t.csv", "method,private"),
         ("t.html", "<!doctype html>"),
         ("t.md", "| method"),
     ):
-        assert call("compare", *runs, "--out-file", out / "new" / name).strip() == str(out / "new" / name)
+        assert call("compare", *runs, "--out-file", out / "new" / name).strip() == str(
+            out / "new" / name
+        )
         assert words in (out / "new" / name).read_text(encoding="utf-8")
-    assert call("compare", *runs, "--format", "latex").count(r"\begin{tabular}") == 3  # metrics, over users, over seeds
+    # metrics, over users, over seeds
+    assert call("compare", *runs, "--format", "latex").count(r"\begin{tabular}") == 3
     assert "| fedcrf | lightgcn |" in call("compare", *runs, "--metric", "recall@20")
     assert "| lightgcn | fedcrf |" in call("compare", *runs, "--against", "fedcrf")
     assert "over users" not in call("compare", *runs, "--split", "validation")
@@ -70,7 +85,11 @@ def test_every_analysis_prints_its_table_and_writes_picture_and_numbers(out: Pat
         ("upload", ["upload", *both], "bytes to"),
         ("time", ["time", *both], "epochs in it"),
         ("ablation", ["ablation", "f0", "f1", "cl", "--out", out], "fedcrf, ablation=cl"),
-        ("sparsity-recall", ["sparsity", "f0", "l0", "half", "--out", out], "| lightgcn | 0.5 | 1 | 0.1000 |"),
+        (
+            "sparsity-recall",
+            ["sparsity", "f0", "l0", "half", "--out", out],
+            "| lightgcn | 0.5 | 1 | 0.1000 |",
+        ),
         (
             "ablation",
             ["sensitivity", "f0", "cl", "--key", "ablation", "--split", "validation", "--out", out],

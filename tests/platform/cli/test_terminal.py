@@ -1,4 +1,6 @@
-"""What commands show in a terminal of some width, in a pipe, in `--help`, and what the shell completes."""
+"""What commands show in a terminal of some width, in a pipe, in `--help`, and what the shell
+completes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from made_runs import make_run, users
 
 
 def shown(*args: Any, width: int = 100, terminal: bool = True) -> str:
-    """What a command prints in a terminal of that width; colours left out, bold and underlined kept."""
+    """What a command prints in a terminal of that width; colours left out, bold and underlined
+    kept.
+    """
     env = {"COLUMNS": str(width)} | ({"FORCE_COLOR": "1", "TERM": "xterm"} if terminal else {})
     done = CliRunner().invoke(app, [str(arg) for arg in args], catch_exceptions=False, env=env)
     assert done.exit_code == 0, done.output
@@ -41,14 +45,17 @@ def widest(text: str) -> int:
 def out(tmp_path: Path) -> Path:
     for name, method, dim in (("l", "lightgcn", 8), ("f", "fedcrf", 8), ("f16", "fedcrf", 16)):
         values = {
-            domain: {"recall_at_20": users(dim, 0.3 + len(method) / 100), "ndcg_at_20": users(dim + 5, 0.2)}
+            domain: {
+                "recall_at_20": users(dim, 0.3 + len(method) / 100),
+                "ndcg_at_20": users(dim + 5, 0.2),
+            }
             for domain in ("books", "games")
         }
         make_run(tmp_path / "runs" / name, method, 0, values, sets=(f"dim={dim}",))
     return tmp_path / "runs"
 
 
-# -- comparisons -------------------------------------------------------------------------------------------------
+# -- comparisons -----------------------------------------------------------------------------------
 
 
 def test_a_comparison_is_a_table_in_a_terminal_and_markdown_in_a_pipe(out: Path) -> None:
@@ -63,10 +70,16 @@ def test_a_comparison_is_a_table_in_a_terminal_and_markdown_in_a_pipe(out: Path)
 
 @pytest.mark.parametrize("width", [40, 60, 100])
 def test_no_number_is_lost_in_a_narrow_terminal(width: int) -> None:
-    """Eight columns of numbers; those that do not fit stand in further tables, beside the rows' names."""
-    columns = (Column("method", right=False), *(Column("Recall@20", f"domain{i}") for i in range(8)))
+    """Eight columns of numbers; those that do not fit stand in further tables, beside the rows'
+    names.
+    """
+    columns = (
+        Column("method", right=False),
+        *(Column("Recall@20", f"domain{i}") for i in range(8)),
+    )
     rows = tuple(
-        (name, *(Cell(f"0.{i}{place}", best=not place) for i in range(8))) for place, name in enumerate(("a", "b"))
+        (name, *(Cell(f"0.{i}{place}", best=not place) for i in range(8)))
+        for place, name in enumerate(("a", "b"))
     )
     from rich.console import Console
 
@@ -104,7 +117,7 @@ def test_a_folder_of_runs_stands_for_those_that_have_finished(out: Path) -> None
         shown("compare", out)
 
 
-# -- recommendations ---------------------------------------------------------------------------------------------
+# -- recommendations -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [40, 60, 100, 160])
@@ -141,7 +154,9 @@ def test_ranks_ids_and_scores_are_whole_at_every_width(
 
 
 def test_the_default_of_k_is_the_models() -> None:
-    assert f"[default: {model.K}]" in re.sub(r"\s+", " ", shown("recommend", "--help", width=200, terminal=False))
+    assert f"[default: {model.K}]" in re.sub(
+        r"\s+", " ", shown("recommend", "--help", width=200, terminal=False)
+    )
     assert cli_recommend.longest(["a", "日本"]) == 4
 
 
@@ -156,7 +171,7 @@ def test_metrics_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert "more at over 40 characters: ndcg_at_20, hit_rate_at_20" in " ".join(seen.split())
 
 
-# -- help and completion -----------------------------------------------------------------------------------------
+# -- help and completion ---------------------------------------------------------------------------
 
 
 def test_help_is_in_panels_and_begins_with_run() -> None:
@@ -165,21 +180,33 @@ def test_help_is_in_panels_and_begins_with_run() -> None:
     assert places == sorted(places)
     assert re.search(r"─ Run and search ─+╮\n│[ \x1b\[1m]*run ", seen)
     listed = {command for names in PANELS.values() for command in names}
-    known = {name or command.callback.__name__ for command in app.registered_commands for name in [command.name]}
+    known = {
+        name or command.callback.__name__
+        for command in app.registered_commands
+        for name in [command.name]
+    }
     known |= {group.name or group.typer_instance.info.name for group in app.registered_groups}
     assert listed == known, "every command has its panel"
 
 
 def test_the_help_of_tune_shows_what_tuning_takes() -> None:
     seen = shown("tune", "--help", width=160)
-    assert all(word in seen for word in ("resume", "extend", "--max-rounds", "--time-budget", "--search", "--sampler"))
+    assert all(
+        word in seen
+        for word in ("resume", "extend", "--max-rounds", "--time-budget", "--search", "--sampler")
+    )
 
 
 def completed(line: str, folder: Path) -> list[str]:
     """What bash is offered for the last word of a line."""
-    env = os.environ | {"_CROSSFED_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    env = os.environ | {
+        "_CROSSFED_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(line.count(" ")),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.argv = ['crossfed']; from crossfed.platform.cli.main import main; main()"],
+        [sys.executable, "-c", "import sys; sys.argv = ['crossfed']; from "
+                               "crossfed.platform.cli.main import main; main()"],
         cwd=folder, env=env, capture_output=True, text=True,
     )  # fmt: skip
     assert not done.stderr
@@ -189,15 +216,19 @@ def completed(line: str, folder: Path) -> list[str]:
 def test_the_shell_completes_methods_presets_and_runs(out: Path) -> None:
     (out.parent / "mine.yaml").touch()
     assert completed("crossfed run ", out.parent) == [*method_names(), "mine.yaml"]
-    assert completed("crossfed tune start fed", out.parent) == [m for m in method_names() if m.startswith("fed")]
-    assert completed("crossfed run fedcrf --preset ", out.parent) == list(method_file("fedcrf")["presets"])
+    assert completed("crossfed tune start fed", out.parent) == [
+        m for m in method_names() if m.startswith("fed")
+    ]
+    assert completed("crossfed run fedcrf --preset ", out.parent) == list(
+        method_file("fedcrf")["presets"]
+    )
     assert sorted(completed("crossfed compare ", out.parent)) == ["f", "f16", "l"]
     assert sorted(completed("crossfed figures f", out.parent)) == ["f", "f16"]
     assert sorted(completed(f"crossfed report {out}/f", Path("/"))) == [f"{out}/f", f"{out}/f16"]
     assert completed("crossfed run --resume ", Path("/")) == []
 
 
-# -- keys --------------------------------------------------------------------------------------------------------
+# -- keys ------------------------------------------------------------------------------------------
 
 
 def test_all_keys_are_shown_where_a_wrong_one_says_so() -> None:

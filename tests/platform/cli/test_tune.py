@@ -1,4 +1,6 @@
-"""`crossfed tune` as a user meets it before anything runs: a mistake is one sentence and exit code 2."""
+"""`crossfed tune` as a user meets it before anything runs: a mistake is one sentence and exit code
+2.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ SPACE = ["--search", "step={low: 0.1, high: 1.0}"]
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shops: Path, tmp_path: Path) -> Any:
+def call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shops: Path, tmp_path: Path
+) -> Any:
     def run(*words: str, out: bool = True) -> tuple[int, str]:
         argv = ["crossfed", *words, *(["--out", str(tmp_path)] if out else [])]
         monkeypatch.setattr(sys, "argv", argv)
@@ -56,7 +60,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Study, dict[str, Any]]]:
     [
         (["--trials", "0"], "--trials 0 is not possible: input should be greater than 0."),
         (["--study", "a/b"], "--study 'a/b' is not possible: a name is up to 100 letters"),
-        (["--objective", "median"], "--objective 'median' is not possible: 'median' is none of mean, worst"),
+        (
+            ["--objective", "median"],
+            "--objective 'median' is not possible: 'median' is none of mean, worst",
+        ),
         (["--pruner", "none", "--grace", "2"], "A grace period needs a pruner"),
         (["--grace", "4"], "A grace period of 4 rounds leaves nothing to stop"),
         (["--reduction", "1"], "--reduction 1 is not possible"),
@@ -65,10 +72,15 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Study, dict[str, Any]]]:
         (["--search", "nothing=null"], "nothing is not searched and cannot be taken out"),
         (["--objective", "domain:toys"], "names no domain of this run"),
         (["--data", "/nowhere"], "/nowhere does not exist"),
-        (["--tracking-uri", "nonsense"], "'nonsense', which is no store that MLflow still supports"),
+        (
+            ["--tracking-uri", "nonsense"],
+            "'nonsense', which is no store that MLflow still supports",
+        ),
     ],
 )
-def test_a_mistake_is_one_sentence(call: Any, shops: Path, tmp_path: Path, words: list[str], told: str) -> None:
+def test_a_mistake_is_one_sentence(
+    call: Any, shops: Path, tmp_path: Path, words: list[str], told: str
+) -> None:
     code, err = call("tune", "toys:AVERAGE", "--data", str(shops), *SPACE, *words)
     assert code == 2
     assert err.startswith("Error: ") and told in err and err.count("\n") == 1
@@ -99,12 +111,16 @@ def test_what_a_run_file_says_holds_where_no_option_says_otherwise(
     call: Any, made: Any, shops: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text(f"method: toys:AVERAGE\nseed: 5\nbackend: inprocess\nout: {tmp_path / 'own'}\ndata: {shops}\n")
+    file.write_text(
+        f"method: toys:AVERAGE\nseed: 5\nbackend: inprocess\nout: "
+        f"{tmp_path / 'own'}\ndata: {shops}\n"
+    )
     code, err = call("tune", str(file), *SPACE, "--study", "s", out=False)
     study = made[0][0]
     assert (study.base.seed, study.search.seed, study.base.backend) == (5, 5, "inprocess")
     assert study.folder == tmp_path / "own/s"
-    assert code == 130 and err.endswith(f"crossfed tune resume {tmp_path / 'own/s'}\n")  # as it can be typed
+    # as it can be typed
+    assert code == 130 and err.endswith(f"crossfed tune resume {tmp_path / 'own/s'}\n")
     call("tune", str(file), *SPACE, "--study", "t", "--seed", "6", "--backend", "ray", out=False)
     study = made[1][0]
     assert (study.base.seed, study.search.seed, study.base.backend) == (6, 6, "ray")
@@ -122,7 +138,10 @@ def test_more_trials_are_counted_once_they_can_run(call: Any, shops: Path, tmp_p
 
 
 def study_on(data: Path, out: Path, **given: Any) -> Study:
-    base = build("toys:AVERAGE", values={"data": data, "out": out, "tracking.enabled": False, "backend": "inprocess"})
+    base = build(
+        "toys:AVERAGE",
+        values={"data": data, "out": out, "tracking.enabled": False, "backend": "inprocess"},
+    )
     search = Search(**{"name": "s", "trials": 2, "changes": {"step": [0.5, 0.9]}} | given)
     full, opened = check(search, base)
     return Study.create(search, full, opened.path.name, opened.fingerprint)
@@ -132,14 +151,18 @@ def test_a_study_stays_on_the_data_it_was_started_on(shops: Path, tmp_path: Path
     study = study_on(shops, tmp_path)
     study.optuna.set_user_attr("data_fingerprint", "0" * 64)
     now = PreparedData.open(shops).fingerprint[:12]
-    with pytest.raises(CrossfedError, match=f"was started on data 000000000000, but .* is now {now}"):
+    with pytest.raises(
+        CrossfedError, match=f"was started on data 000000000000, but .* is now {now}"
+    ):
         go_on(study)
 
 
 def test_a_storage_that_takes_no_more_ends_the_search_in_a_sentence(
     shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What Tune would take for the failure of a trial, or die of: each of its calls ends the search instead."""
+    """What Tune would take for the failure of a trial, or die of: each of its calls ends the search
+    instead.
+    """
     study = study_on(shops, tmp_path)
     parent: Any = SimpleNamespace(run_id=None)
     desk = Desk(study, slots(study.base, ("server", "books"), 1, []), parent, print, None)
@@ -164,7 +187,11 @@ def test_a_storage_that_takes_no_more_ends_the_search_in_a_sentence(
             assert isinstance(desk.problem, StorageInternalError)
             assert Halt(desk).stop_all() and Ask(desk).suggest("b") == Searcher.FINISHED
     with (
-        pytest.raises(CrossfedError, match=r"could not be kept: database or disk is full; .* resume .*/s\.$"),
+        pytest.raises(
+            CrossfedError,
+            match=r"could not be kept: database or disk is full; .* "
+            r"resume .*/s\.$",
+        ),
         _kept(study),
     ):
         raise desk.problem
@@ -175,7 +202,10 @@ def test_studies_of_several_methods_are_checked_before_the_first_begins(
     shops: Path, tmp_path: Path, made: list[Any]
 ) -> None:
     base = build("toys:AVERAGE", values={"data": shops, "out": tmp_path, "backend": "inprocess"})
-    good, bad = (Search(name=name, trials=2, changes=changes) for name, changes in (("a", {"step": [0.5]}), ("b", {})))
+    good, bad = (
+        Search(name=name, trials=2, changes=changes)
+        for name, changes in (("a", {"step": [0.5]}), ("b", {}))
+    )
     asked: dict[str, Any] = {"a": (good, base), "b": (bad, base)}
     with pytest.raises(CrossfedError, match="declares nothing to search"):
         tune_all(asked, tmp_path / "all", finish=None, view=None)  # type: ignore[arg-type]
@@ -209,4 +239,7 @@ def test_a_damaged_summary_is_told(call: Any, shops: Path, tmp_path: Path, conte
     study = study_on(shops, tmp_path)
     (study.folder / "study.json").write_text(content)
     code, err = call("tune", "show", "s")
-    assert code == 2 and f"study.json is damaged; crossfed tune resume {study.folder} writes it again." in err
+    assert (
+        code == 2
+        and (f"study.json is damaged; crossfed tune resume {study.folder} writes it again.") in err
+    )

@@ -1,4 +1,5 @@
-"""Placement: shares, the preflight's words, invented GPUs on a real Ray, the device Ray assigned."""
+"""Placement: shares, the preflight's words, invented GPUs on a real Ray, the device Ray assigned.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ from pathlib import Path
 import pytest
 
 from crossfed.platform.cluster import connect as cluster
-from crossfed.platform.cluster.connect import SERVER_RESOURCE, Share, connect, fitted, preflight, reach, shares
+from crossfed.platform.cluster.connect import (
+    SERVER_RESOURCE,
+    Share,
+    connect,
+    fitted,
+    preflight,
+    reach,
+    shares,
+)
 from crossfed.platform.cluster.devices import local_device
 from crossfed.platform.config.settings import Resources, build
 from crossfed.platform.errors import CrossfedError
@@ -38,7 +47,9 @@ def test_shares_divide_what_there_is() -> None:
 
 @pytest.mark.parametrize(("gpus", "share"), [(2, 0.5), (3, 1.0), (1.5, 0.5), (0.5, 0.16), (0, 0.0)])
 def test_domains_share_whole_gpus(gpus: float, share: float) -> None:
-    """Three domains on two GPUs: two on one, one on the other, 1 / ceil(3 / 2) each; 2 / 3 each would fit only twice."""
+    """Three domains on two GPUs: two on one, one on the other, 1 / ceil(3 / 2) each; 2 / 3 each
+    would fit only twice.
+    """
     found = shares(Resources(), NODES, cpus=8, gpus=gpus)
     assert found["games"].gpus == share
     if gpus == int(gpus):
@@ -54,7 +65,9 @@ def test_the_server_stays_on_machines_that_are_set_aside() -> None:
     preflight(found, [machine(8), head])
     head["Resources"]["CPU"] = 1.0
     with pytest.raises(
-        CrossfedError, match=r"server asks for 2 CPUs .* set aside .* has 1; lower resources.cpus_server"
+        CrossfedError,
+        match=r"server asks for 2 CPUs .* set aside .* has 1; lower "
+        r"resources.cpus_server",
     ):
         preflight(found, [machine(8), head])
 
@@ -73,7 +86,9 @@ def test_a_trial_without_a_server_waits_where_machines_are_set_aside() -> None:
 
 
 def test_configured_shares_are_kept() -> None:
-    found = shares(Resources(cpus_per_domain=4, gpus_per_domain=0.5, cpus_server=2), NODES, cpus=64, gpus=8)
+    found = shares(
+        Resources(cpus_per_domain=4, gpus_per_domain=0.5, cpus_server=2), NODES, cpus=64, gpus=8
+    )
     assert (found[SERVER], found["books"]) == (Share(2, 0), Share(4, 0.5))
 
 
@@ -102,7 +117,9 @@ def test_configured_shares_are_kept() -> None:
         ),
     ],
 )
-def test_the_preflight_says_what_is_short(resources: Resources, machines: list[dict], words: str) -> None:
+def test_the_preflight_says_what_is_short(
+    resources: Resources, machines: list[dict], words: str
+) -> None:
     cpus = sum(row["Resources"]["CPU"] for row in machines)
     gpus = sum(row["Resources"]["GPU"] for row in machines)
     with pytest.raises(CrossfedError, match=words):
@@ -120,7 +137,9 @@ def test_the_preflight_says_what_is_short(resources: Resources, machines: list[d
         ((1.5, 1.5), 0.75),
     ],
 )
-def test_shares_fit_machines_and_not_only_their_sum(machines: tuple[float, ...], share: float) -> None:
+def test_shares_fit_machines_and_not_only_their_sum(
+    machines: tuple[float, ...], share: float
+) -> None:
     rows = [machine(cpus) for cpus in machines]
     found = fitted(Resources(), NODES, rows)
     assert {row.cpus for row in found.values()} == {share}
@@ -132,7 +151,9 @@ def test_what_is_configured_is_packed_per_machine() -> None:
     resources = Resources(cpus_per_domain=0.75, cpus_server=0.75)
     rows = [machine(1), machine(2)]
     with pytest.raises(
-        CrossfedError, match=r"No machine has room for games .* have 1 \+ 2 CPUs.*placement=PACK; lower"
+        CrossfedError,
+        match=r"No machine has room for games .* have 1 \+ 2 "
+        r"CPUs.*placement=PACK; lower",
     ):
         preflight(fitted(resources, NODES, rows), rows)
     preflight(fitted(resources, NODES, [*rows, machine(1)]), [*rows, machine(1)])
@@ -143,7 +164,9 @@ def test_a_configured_server_leaves_the_rest_to_the_domains() -> None:
     assert (found[SERVER].cpus, found["books"].cpus) == (1.5, 0.5)
 
 
-@pytest.mark.parametrize(("strategy", "share"), [("STRICT_PACK", 0.5), ("STRICT_SPREAD", 1.0), ("SPREAD", 1.0)])
+@pytest.mark.parametrize(
+    ("strategy", "share"), [("STRICT_PACK", 0.5), ("STRICT_SPREAD", 1.0), ("SPREAD", 1.0)]
+)
 def test_the_strategy_is_heeded(strategy: str, share: float) -> None:
     rows = [machine(2), machine(1), machine(1), machine(1)]
     found = fitted(Resources(placement=strategy), NODES, rows)
@@ -154,7 +177,9 @@ def test_the_strategy_is_heeded(strategy: str, share: float) -> None:
 
 
 def test_gpus_and_cpus_must_be_on_the_same_machine() -> None:
-    """The machine with the GPUs has one CPU; two domains that want a GPU and a whole CPU do not fit it."""
+    """The machine with the GPUs has one CPU; two domains that want a GPU and a whole CPU do not fit
+    it.
+    """
     rows = [machine(4), machine(1, 2)]
     wanted = {name: Share(1, 1) for name in ("books", "films")}
     with pytest.raises(CrossfedError, match="No machine has room for films"):
@@ -180,7 +205,11 @@ def test_a_dead_machine_does_not_count() -> None:
 def test_an_address_where_nothing_listens_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # other tests' cluster
     began = time.monotonic()
-    with pytest.raises(CrossfedError, match=r"No Ray cluster can be joined at '127\.0\.0\.1:1': .*refused"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"No Ray cluster can be joined at "
+        r"'127\.0\.0\.1:1': .*refused",
+    ):
         connect(Resources(address="127.0.0.1:1"))
     assert time.monotonic() - began < 5
 
@@ -222,18 +251,24 @@ SETTINGS = bytes(3) + b"\x04" + bytes(5)
 def test_what_is_no_ray_is_refused_in_seconds(
     listener: list, answer: bytes, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A service that is silent, one that speaks HTTP/1.1, and one that speaks HTTP/2 and then is silent."""
+    """A service that is silent, one that speaks HTTP/1.1, and one that speaks HTTP/2 and then is
+    silent.
+    """
     monkeypatch.setattr(cluster, "_PATIENCE", 0.5)
     listener[1] = answer
     began = time.monotonic()
     with pytest.raises(
-        CrossfedError, match=rf"No Ray cluster can be joined at '127\.0\.0\.1:{listener[0]}': .*{words}"
+        CrossfedError,
+        match=rf"No Ray cluster can be joined at '127\.0\.0\.1:{listener[0]}': "
+        rf".*{words}",
     ):
         reach(f"127.0.0.1:{listener[0]}")
     assert time.monotonic() - began < 3
 
 
-@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:99999", "127.0.0.1:http", "no-such-host.invalid:6379"])
+@pytest.mark.parametrize(
+    "address", ["nonsense", "127.0.0.1:99999", "127.0.0.1:http", "no-such-host.invalid:6379"]
+)
 def test_an_address_that_is_none(address: str) -> None:
     with pytest.raises(CrossfedError, match=f"No Ray cluster can be joined at {address!r}: "):
         reach(address)
@@ -248,7 +283,11 @@ def test_a_token_file_that_cannot_be_read_is_told(
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     path = tmp_path / "token"
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
-    with pytest.raises(CrossfedError, match=r"RAY_AUTH_TOKEN_PATH names .*token, which cannot be read \(No such file"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"RAY_AUTH_TOKEN_PATH names .*token, which cannot "
+        r"be read \(No such file",
+    ):
         reach(f"127.0.0.1:{listener[0]}")
     path.write_text("\n")
     with pytest.raises(CrossfedError, match="which holds no token"):
@@ -270,13 +309,19 @@ def test_a_local_cluster_listens_on_the_loopback_interface(ray_cluster: None) ->
     assert len(listening) > 3 and all(address.is_loopback for address in listening)
 
 
-def test_a_local_cluster_that_does_not_come_up_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_cluster_that_does_not_come_up_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def timed_out(**_: object) -> None:
         raise Exception("The current node timed out during startup.\nDetails")
 
     monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr("ray.init", timed_out)
-    with pytest.raises(CrossfedError, match=r"No local Ray cluster could be started: .* startup\. Wait until .*$"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"No local Ray cluster could be started: .* "
+        r"startup\. Wait until .*$",
+    ):
         connect(Resources())
 
 
@@ -334,7 +379,8 @@ def test_actors_reserve_invented_gpus_and_the_server_none(shops: Path, tmp_path:
     placement = json.loads(lines[0])
     assert placement[SERVER]["gpu_ids"] == [] and placement[SERVER]["gpus"] == 0
     assert all(
-        len(placement[name]["gpu_ids"]) == 1 and placement[name]["gpus"] == 0.5 for name in ("books", "films", "games")
+        len(placement[name]["gpu_ids"]) == 1 and placement[name]["gpus"] == 0.5
+        for name in ("books", "films", "games")
     )
     assert {placement[name]["device"] for name in placement} == {"cpu"}
     assert "needs 3 GPUs (books 1, films 1, games 1) but the cluster has 2: 1 short" in lines[1]

@@ -1,4 +1,6 @@
-"""Jobs: the command that runs, what is uploaded, logs that survive a broken connection, exit codes; a real job server."""
+"""Jobs: the command that runs, what is uploaded, logs that survive a broken connection, exit codes;
+a real job server.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,31 @@ from crossfed.platform.cli.main import app
 from crossfed.platform.cluster import jobs as ray_jobs
 from crossfed.platform.errors import CrossfedError
 
-# -- the command -----------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "command"),
     [
-        ("run fedcrf --data /mnt/d --out /mnt/r", "crossfed run fedcrf --data /mnt/d --out /mnt/r --address auto"),
+        (
+            "run fedcrf --data /mnt/d --out /mnt/r",
+            "crossfed run fedcrf --data /mnt/d --out /mnt/r --address auto",
+        ),
         ("crossfed run fedcrf --out=s3://b/r", "crossfed run fedcrf --out=s3://b/r --address auto"),
-        ("run fedcrf --out /r --address 10.0.0.1:6379", "crossfed run fedcrf --out /r --address 10.0.0.1:6379"),
+        (
+            "run fedcrf --out /r --address 10.0.0.1:6379",
+            "crossfed run fedcrf --out /r --address 10.0.0.1:6379",
+        ),
         ("run --resume fedcrf-s0 --out /r", "crossfed run --resume fedcrf-s0 --out /r"),
-        ("tune fedcrf --out /r --trials 3", "crossfed tune fedcrf --out /r --trials 3 --address auto"),
+        (
+            "tune fedcrf --out /r --trials 3",
+            "crossfed tune fedcrf --out /r --trials 3 --address auto",
+        ),
         ("tune resume care --out /r", "crossfed tune resume care --out /r"),
-        ("tune-all fedcrf,lightgcn --out /r", "crossfed tune-all fedcrf,lightgcn --out /r --address auto"),
+        (
+            "tune-all fedcrf,lightgcn --out /r",
+            "crossfed tune-all fedcrf,lightgcn --out /r --address auto",
+        ),
         ("doctor --out /r", "crossfed doctor --out /r --address auto"),
     ],
 )
@@ -47,9 +61,13 @@ def test_the_command_of_a_job(arguments: str, command: str) -> None:
 
 
 def test_words_reach_the_shell_as_they_are() -> None:
-    command = ray_jobs.entrypoint(["run", "fedcrf", "--out", "/r", "--set", "K=$(rm -rf x); y", "--address", "auto"])
+    command = ray_jobs.entrypoint(
+        ["run", "fedcrf", "--out", "/r", "--set", "K=$(rm -rf x); y", "--address", "auto"]
+    )
     done = subprocess.run(
-        ["bash", "-c", f"crossfed() {{ printf '%s|' \"$@\"; }}; {command}"], capture_output=True, text=True
+        ["bash", "-c", f"crossfed() {{ printf '%s|' \"$@\"; }}; {command}"],
+        capture_output=True,
+        text=True,
     )
     assert done.stdout == "run|fedcrf|--out|/r|--set|K=$(rm -rf x); y|--address|auto|"
 
@@ -61,7 +79,10 @@ def test_words_reach_the_shell_as_they_are() -> None:
         ("ui --out /r", "'ui' cannot be submitted"),
         ("submit -- run", "'submit' cannot be submitted"),
         ("run fedcrf", "--out is missing"),
-        ("run fedcrf --out runs", "--out runs is relative to a temporary folder .* such as /mnt/shared/runs"),
+        (
+            "run fedcrf --out runs",
+            "--out runs is relative to a temporary folder .* such as /mnt/shared/runs",
+        ),
         ("run fedcrf --out /r --data data/x", "--data data/x is relative"),
         ("run fedcrf --out /r --out=runs", "--out runs is relative"),
     ],
@@ -77,7 +98,7 @@ def test_a_job_is_named_after_what_it_does() -> None:
     assert ray_jobs.job_name("crossfed run x") != ray_jobs.job_name("crossfed run x")
 
 
-# -- the upload ------------------------------------------------------------------------------------------------------
+# -- the upload ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -101,7 +122,13 @@ def listed(project: Path, *exclude: str) -> list[str]:
 
 def test_what_is_uploaded(project: Path) -> None:
     """Data at the top is left out, a package that is called data is not."""
-    assert listed(project) == ["mine.py", "run.yaml", "notes/secret.txt", "pack/mod.py", "pack/data/table.py"]
+    assert listed(project) == [
+        "mine.py",
+        "run.yaml",
+        "notes/secret.txt",
+        "pack/mod.py",
+        "pack/data/table.py",
+    ]
     assert listed(project, "notes", "pack/d*") == ["mine.py", "run.yaml", "pack/mod.py"]
     assert listed(project, "*.yaml", "notes/") == ["mine.py", "pack/mod.py", "pack/data/table.py"]
     with pytest.raises(CrossfedError, match="There is no working directory"):
@@ -118,9 +145,15 @@ def test_the_same_files_give_the_same_bytes(project: Path, tmp_path: Path) -> No
         assert packed.read("pack/data/table.py") == b"pack/data/table.py"
 
 
-def test_an_upload_that_is_too_large_is_refused_with_what_is_in_it(project: Path, tmp_path: Path) -> None:
+def test_an_upload_that_is_too_large_is_refused_with_what_is_in_it(
+    project: Path, tmp_path: Path
+) -> None:
     (project / "weights.bin").write_bytes(os.urandom(300_000))
-    with pytest.raises(CrossfedError, match=r"is 0 MB to upload, above 0\.2 MB: weights.bin 0\.3 MB, .*--exclude"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"is 0 MB to upload, above 0\.2 MB: weights.bin "
+        r"0\.3 MB, .*--exclude",
+    ):
         ray_jobs.pack(project, tmp_path / "x.zip", limit_mb=0.2)
     assert ray_jobs.pack(project, tmp_path / "x.zip", ["*.bin"], limit_mb=0.2)[0] == 5
     with (project / "weights.bin").open("wb") as file:
@@ -130,11 +163,13 @@ def test_an_upload_that_is_too_large_is_refused_with_what_is_in_it(project: Path
     assert not (tmp_path / "y.zip").exists()
 
 
-# -- a job server, as far as its protocol goes -----------------------------------------------------------------------
+# -- a job server, as far as its protocol goes -----------------------------------------------------
 
 
 class FakeServer:
-    """Answers as Ray's dashboard does. `breaks`: characters after which the log's connection is cut, one entry per connection."""
+    """Answers as Ray's dashboard does. `breaks`: characters after which the log's connection is
+    cut, one entry per connection.
+    """
 
     def __init__(self) -> None:
         self.log, self.status, self.code = "one\ntwo\nthree\n", "SUCCEEDED", 0
@@ -148,12 +183,16 @@ class FakeServer:
                 "driver_exit_code": self.code, "start_time": 1_800_000_000_000, "end_time": None}  # fmt: skip
 
     async def version(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": "4", "ray_version": "2.60.0", "ray_commit": "x", "session_name": "s"})
+        return web.json_response(
+            {"version": "4", "ray_version": "2.60.0", "ray_commit": "x", "session_name": "s"}
+        )
 
     async def jobs(self, request: web.Request) -> web.Response:
         if request.method == "POST":
             self.submitted.append(await request.json())
-            return web.json_response({"job_id": "j", "submission_id": self.submitted[-1]["submission_id"]})
+            return web.json_response(
+                {"job_id": "j", "submission_id": self.submitted[-1]["submission_id"]}
+            )
         return web.json_response([self.job("run-a")])
 
     async def one(self, request: web.Request) -> web.Response:
@@ -227,7 +266,9 @@ def followed(fake: SimpleNamespace) -> tuple[str, int, list[str]]:
 
 
 @pytest.mark.parametrize("breaks", [[], [4], [7, 2, 9], [0, 0]])
-def test_a_log_is_whole_however_often_the_connection_breaks(fake: SimpleNamespace, breaks: list[int]) -> None:
+def test_a_log_is_whole_however_often_the_connection_breaks(
+    fake: SimpleNamespace, breaks: list[int]
+) -> None:
     fake.server.breaks = list(breaks)
     text, code, _ = followed(fake)
     assert (text, code) == (fake.server.log, 0) and not fake.server.breaks
@@ -235,9 +276,17 @@ def test_a_log_is_whole_however_often_the_connection_breaks(fake: SimpleNamespac
 
 @pytest.mark.parametrize(
     ("status", "driver", "code"),
-    [("SUCCEEDED", 0, 0), ("FAILED", 2, 2), ("FAILED", None, 1), ("STOPPED", 143, 130), ("SUCCEEDED", None, 0)],
+    [
+        ("SUCCEEDED", 0, 0),
+        ("FAILED", 2, 2),
+        ("FAILED", None, 1),
+        ("STOPPED", 143, 130),
+        ("SUCCEEDED", None, 0),
+    ],
 )
-def test_the_exit_code_is_the_jobs(fake: SimpleNamespace, status: str, driver: int | None, code: int) -> None:
+def test_the_exit_code_is_the_jobs(
+    fake: SimpleNamespace, status: str, driver: int | None, code: int
+) -> None:
     fake.server.status, fake.server.code = status, driver
     assert followed(fake)[1] == code
 
@@ -248,7 +297,11 @@ def test_a_server_that_stays_away_is_told_and_the_job_named(
     monkeypatch.setattr(ray_jobs, "_LOST", 0.3)
     monkeypatch.setattr(fake.client, "_address", "http://127.0.0.1:1")
     warned: list[str] = []
-    with pytest.raises(CrossfedError, match=r"has not answered .* the job goes on: crossfed submit --follow run-a"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"has not answered .* the job goes on: crossfed "
+        r"submit --follow run-a",
+    ):
         ray_jobs.follow(fake.client, "run-a", print, warned.append)
     assert len(warned) == 1
 
@@ -261,7 +314,10 @@ def test_commands_against_a_job_server(fake: SimpleNamespace, project: Path) -> 
     assert done.exit_code == 2, done.output
     name = fake.server.submitted[0]["submission_id"]
     assert f"uploading {project}: 5 files, 0.0 MB" in done.output
-    assert f"find it again: crossfed submit --follow {name}" in done.output and "one\ntwo\nthree\n" in done.output
+    assert (
+        f"find it again: crossfed submit --follow {name}" in done.output
+        and "one\ntwo\nthree\n" in done.output
+    )
     assert fake.server.submitted[0]["entrypoint"] == "crossfed run fedcrf --out /r --address auto"
     assert fake.server.submitted[0]["runtime_env"]["working_dir"].startswith("gcs://")
     assert fake.server.submitted[0]["runtime_env"]["env_vars"] == {"PYTHONUNBUFFERED": "1"}
@@ -272,12 +328,18 @@ def test_commands_against_a_job_server(fake: SimpleNamespace, project: Path) -> 
     assert "three" not in done.output and len(fake.server.packages) == 1
 
     assert invoke(app, [*here, "--follow", "run-a"]).output == "one\ntwo\nthree\n"
-    assert invoke(app, [*here, "--stop", "run-a"]).output == "run-a: STOPPED\n" and fake.server.stopped == ["run-a"]
+    assert invoke(
+        app, [*here, "--stop", "run-a"]
+    ).output == "run-a: STOPPED\n" and fake.server.stopped == ["run-a"]
     assert "run-a" in invoke(app, [*here, "--list"]).output
     absent = invoke(app, [*here, "--follow", "absent"])
-    assert isinstance(absent.exception, CrossfedError) and "has no job 'absent'" in str(absent.exception)
+    assert isinstance(absent.exception, CrossfedError) and "has no job 'absent'" in str(
+        absent.exception
+    )
     both = invoke(app, [*here, "--list", "--stop", "x"])
-    assert isinstance(both.exception, CrossfedError) and "Give one thing to do" in str(both.exception)
+    assert isinstance(both.exception, CrossfedError) and "Give one thing to do" in str(
+        both.exception
+    )
 
 
 @pytest.mark.parametrize(
@@ -303,17 +365,23 @@ def test_a_web_server_that_is_not_rays() -> None:
         return web.Response(text="<html>")
 
     server.version = page  # type: ignore[method-assign]
-    with server.serving() as address, pytest.raises(CrossfedError, match="what listens there is not Ray's dashboard"):
+    with (
+        server.serving() as address,
+        pytest.raises(CrossfedError, match="what listens there is not Ray's dashboard"),
+    ):
         ray_jobs.server(address)
 
 
-# -- a real one ------------------------------------------------------------------------------------------------------
+# -- a real one ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def head(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A Ray head with a job server, started as cluster.yaml does; the environment that reaches it."""
-    pytest.importorskip("aiohttp_cors", reason="the job server needs pip install -e '.[test,cluster]'")
+    """A Ray head with a job server, started as cluster.yaml does; the environment that reaches it.
+    """
+    pytest.importorskip(
+        "aiohttp_cors", reason="the job server needs pip install -e '.[test,cluster]'"
+    )
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64, "PATH": path, "RAY_JOB_STOP_WAIT_TIME_S": "60",
            "CROSSFED_CACHE": os.environ["CROSSFED_CACHE"]}  # fmt: skip
@@ -323,7 +391,9 @@ def head(tmp_path: Path) -> Iterator[dict[str, str]]:
              "--dashboard-port=8314", "--dashboard-host=127.0.0.1", "--disable-usage-stats",
              f"--temp-dir={temp}"]  # fmt: skip
     with (tmp_path / "head.log").open("w") as log:
-        ray = subprocess.Popen(start, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        ray = subprocess.Popen(
+            start, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         end = time.monotonic() + 90
         import requests
@@ -333,7 +403,9 @@ def head(tmp_path: Path) -> Iterator[dict[str, str]]:
             with contextlib.suppress(requests.RequestException):
                 if requests.get("http://127.0.0.1:8314/api/version", headers=headers, timeout=5).ok:
                     break
-            assert time.monotonic() < end and ray.poll() is None, (tmp_path / "head.log").read_text()
+            assert time.monotonic() < end and ray.poll() is None, (
+                tmp_path / "head.log"
+            ).read_text()
             time.sleep(1)
         yield env
     finally:
@@ -348,18 +420,37 @@ def head(tmp_path: Path) -> Iterator[dict[str, str]]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_run_on_a_real_job_server(head: dict[str, str], shops: Path, tmp_path: Path) -> None:
-    """A method of the user's own travels with the upload; exit codes come back; stopping saves; a wrong token is told."""
+    """A method of the user's own travels with the upload; exit codes come back; stopping saves; a
+    wrong token is told.
+    """
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "own.py").write_text((Path(__file__).parents[2] / "support" / "toys.py").read_text())
     out = tmp_path / "runs"
 
     def submit(*words: str, token: str = head["RAY_AUTH_TOKEN"]) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "crossfed.platform.cli.main", "submit", "--address", "http://127.0.0.1:8314"]
+        command = [
+            sys.executable,
+            "-m",
+            "crossfed.platform.cli.main",
+            "submit",
+            "--address",
+            "http://127.0.0.1:8314",
+        ]
         return subprocess.run([*command, *words], cwd=mine, env={**head, "RAY_AUTH_TOKEN": token}, capture_output=True, text=True,
                               timeout=400, check=False)  # fmt: skip
 
-    run = ["--", "run", "own:AVERAGE", "--data", str(shops), "--out", str(out), "--set", "tracking.enabled=false"]
+    run = [
+        "--",
+        "run",
+        "own:AVERAGE",
+        "--data",
+        str(shops),
+        "--out",
+        str(out),
+        "--set",
+        "tracking.enabled=false",
+    ]
     done = submit(*run, "--set", "rounds=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "uploading .: 1 files" in done.stdout and "result.json" in done.stdout
@@ -378,10 +469,14 @@ def test_a_run_on_a_real_job_server(head: dict[str, str], shops: Path, tmp_path:
         time.sleep(1)
     assert submit("--stop", name).stdout == f"{name}: STOPPED\n"
     done = submit("--follow", name)
-    assert done.returncode == 130 and "What was committed stays: crossfed run --resume" in done.stdout
+    assert (
+        done.returncode == 130 and "What was committed stays: crossfed run --resume" in done.stdout
+    )
     assert name in submit("--list").stdout
     wrong = submit("--list", token="c" * 64)
-    assert wrong.returncode == 2 and "the token in RAY_AUTH_TOKEN is not the cluster's" in wrong.stderr
+    assert (
+        wrong.returncode == 2 and "the token in RAY_AUTH_TOKEN is not the cluster's" in wrong.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -405,9 +500,15 @@ def test_commands_that_read_runs_are_jobs_too(words: list[str]) -> None:
     [
         (["compare", "a", "b"], "compare names no run that a job would find"),
         (["evaluate", "runs/a"], "evaluate names no run"),
-        (["report", "/mnt/runs/a"], "--to is missing: report writes into the job's working directory"),
+        (
+            ["report", "/mnt/runs/a"],
+            "--to is missing: report writes into the job's working directory",
+        ),
         (["analyse", "cohorts", "/mnt/runs/a"], "--to is missing"),
-        (["report", "/mnt/runs/a", "--to", "reports"], "--to reports is relative to a temporary folder"),
+        (
+            ["report", "/mnt/runs/a", "--to", "reports"],
+            "--to reports is relative to a temporary folder",
+        ),
         (["methods"], "'methods' cannot be submitted"),
     ],
 )

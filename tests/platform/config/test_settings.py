@@ -26,7 +26,10 @@ def test_precedence_is_file_preset_run_file_set(tmp_path: Path) -> None:
 
 
 def test_what_is_written_back_is_the_whole_run_and_reads_as_itself(tmp_path: Path) -> None:
-    config = build("fedcrf", sets=["K=33", "evaluation.ks=[5, 20]", "resources.threads=2", "text.encoder=hashing:64"])
+    config = build(
+        "fedcrf",
+        sets=["K=33", "evaluation.ks=[5, 20]", "resources.threads=2", "text.encoder=hashing:64"],
+    )
     file = tmp_path / "config.yaml"
     file.write_text(config.to_yaml())
     assert build(str(file)) == config
@@ -37,9 +40,20 @@ def test_what_is_written_back_is_the_whole_run_and_reads_as_itself(tmp_path: Pat
 
 def test_the_hash_covers_what_changes_numbers_and_nothing_else() -> None:
     base = build("fedcrf").hash()
-    for same in ("seed=3", "out=/elsewhere", "backend=inprocess", "tracking.enabled=false", "checkpoint_every=7"):
+    for same in (
+        "seed=3",
+        "out=/elsewhere",
+        "backend=inprocess",
+        "tracking.enabled=false",
+        "checkpoint_every=7",
+    ):
         assert build("fedcrf", sets=[same]).hash() == base, same
-    for other in ("K=31", "evaluation.split_seed=1", "text.encoder=hashing", "evaluation.protocol=leave-one-out"):
+    for other in (
+        "K=31",
+        "evaluation.split_seed=1",
+        "text.encoder=hashing",
+        "evaluation.protocol=leave-one-out",
+    ):
         assert build("fedcrf", sets=[other]).hash() != base, other
 
 
@@ -66,19 +80,36 @@ def test_values_of_set(text: str, value: object) -> None:
         (["K=many"], r"K = 'many' is not possible: input should be a valid integer"),
         (
             ["kk=3"],
-            r"unknown key 'kk'; did you mean K\? Near it: (\w[\w.]*, ){3}\w[\w.]*; `crossfed methods fedcrf --all` shows all\.$",
+            r"unknown key 'kk'; did you mean K\? Near it: (\w[\w.]*, ){3}\w[\w.]*; `crossfed "
+            r"methods fedcrf --all` shows all\.$",
         ),
         (["K"], r"must read key=value"),
-        (["resources.gpus=1"], r"unknown key 'resources.gpus'; did you mean resources.gpus_per_domain\?"),
+        (
+            ["resources.gpus=1"],
+            r"unknown key 'resources.gpus'; did you mean "
+            r"resources.gpus_per_domain\?",
+        ),
         (["evaluation.protocol=leave-two-out"], r"leave-two-out.*leave-one-out"),
         (["evaluation.select=recall@7"], r"recall_at_7 is not measured"),
         (["evaluation.metrics=[recal]"], r"recal"),
         (["seed=-1"], r"seed = -1 is not possible"),
-        (["backend=spark"], r"backend = 'spark' is not possible: input should be 'ray' or 'inprocess'"),
+        (
+            ["backend=spark"],
+            r"backend = 'spark' is not possible: input should be 'ray' or "
+            r"'inprocess'",
+        ),
         (["checkpoint_every=0"], r"checkpoint_every = 0"),
         (["lr=inf"], r"lr = inf is not possible: input should be a finite number"),
-        (["resources.start_timeout=.inf"], r"resources.start_timeout = inf is not possible: input should be a finite"),
-        (["resources.threads=100000"], r"resources.threads = 100000 is not possible: input should be less than"),
+        (
+            ["resources.start_timeout=.inf"],
+            r"resources.start_timeout = inf is not possible: "
+            r"input should be a finite",
+        ),
+        (
+            ["resources.threads=100000"],
+            r"resources.threads = 100000 is not possible: input "
+            r"should be less than",
+        ),
         (["data="], r"'data=' must read key=value; the value null stands for none"),
     ],
 )
@@ -118,7 +149,11 @@ def test_a_wrong_run_file_is_named(text: str, words: str, tmp_path: Path) -> Non
 def test_setting_a_key_inside_a_plain_value_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("method: fedcrf\nevaluation: 3\n")
-    with pytest.raises(CrossfedError, match=r"evaluation = 3 is not possible: it holds keys such as evaluation\.every"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"evaluation = 3 is not possible: it holds keys "
+        r"such as evaluation\.every",
+    ):
         build(str(file), sets=["evaluation.every=2"])
 
 
@@ -140,7 +175,9 @@ def test_a_password_in_the_tracking_uri_is_refused_without_being_repeated() -> N
 
 
 def test_metric_names_are_read_in_any_spelling() -> None:
-    config = build("lightgcn", sets=["evaluation.metrics=[Recall, NDCG]", "evaluation.select=NDCG@10"])
+    config = build(
+        "lightgcn", sets=["evaluation.metrics=[Recall, NDCG]", "evaluation.select=NDCG@10"]
+    )
     assert config.evaluation.metrics == ("recall", "ndcg")
 
 
@@ -155,7 +192,10 @@ def test_a_preset_that_changes_nothing_changes_no_hash() -> None:
         ("K=true", "K = True is not possible: it is true or false where a number"),
         ("seed=false", "seed = False is not possible: it is true or false"),
         ("evaluation.ks=[10, true]", "it is true or false"),
-        ("K=100000000000000000000", "K = 100000000000000000000 is not possible: whole numbers go up to 2147483647"),
+        (
+            "K=100000000000000000000",
+            "K = 100000000000000000000 is not possible: whole numbers go up to 2147483647",
+        ),
         ("seed=100000000000000000000", "whole numbers go up to 9223372036854775807"),
     ],
 )
@@ -165,7 +205,10 @@ def test_numbers_are_numbers_of_a_size_that_can_be_used(text: str, words: str) -
 
 
 def test_true_and_false_stay_where_they_are_meant() -> None:
-    assert build("fedcrf", sets=["tracking.enabled=false", "evaluation.audit=true"]).evaluation.audit is True
+    assert (
+        build("fedcrf", sets=["tracking.enabled=false", "evaluation.audit=true"]).evaluation.audit
+        is True
+    )
 
 
 def test_resources_that_do_nothing_in_one_process_are_known() -> None:
@@ -176,4 +219,7 @@ def test_resources_that_do_nothing_in_one_process_are_known() -> None:
         "resources.threads=2",
         "resources.device=cpu",
     ]
-    assert build("fedcrf", sets=sets).resources.without_ray() == ["gpu_memory_fraction", "placement"]
+    assert build("fedcrf", sets=sets).resources.without_ray() == [
+        "gpu_memory_fraction",
+        "placement",
+    ]

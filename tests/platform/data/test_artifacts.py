@@ -27,7 +27,9 @@ def store(tmp_path: Path) -> ArtifactStore:
 
 def test_second_time_is_a_hit_with_the_same_bytes(store: ArtifactStore) -> None:
     reports: list[tuple[int, int]] = []
-    path, first, hit = store.ensure_text(TEXTS, "hashing:32", progress=lambda *now: reports.append(now))
+    path, first, hit = store.ensure_text(
+        TEXTS, "hashing:32", progress=lambda *now: reports.append(now)
+    )
     assert not hit
     assert reports == [(2, 2)]
     assert path.is_relative_to(store.root)
@@ -35,7 +37,9 @@ def test_second_time_is_a_hit_with_the_same_bytes(store: ArtifactStore) -> None:
     assert isinstance(first, np.memmap)
     with pytest.raises(ValueError, match="read-only"):
         first[0] = 0.0
-    again_path, again, hit = store.ensure_text(TEXTS, "hashing:32", progress=lambda *now: reports.append(now))
+    again_path, again, hit = store.ensure_text(
+        TEXTS, "hashing:32", progress=lambda *now: reports.append(now)
+    )
     assert hit
     assert again_path == path
     assert len(reports) == 1
@@ -44,7 +48,9 @@ def test_second_time_is_a_hit_with_the_same_bytes(store: ArtifactStore) -> None:
     assert about == {"encoder": "hashing-32-v1", "missing": "zero", "without_text": 1, "items": 3}
 
 
-def test_root_is_the_environments_or_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_root_is_the_environments_or_the_users(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("CROSSFED_CACHE", str(tmp_path / "mine"))
     assert ArtifactStore().root == tmp_path / "mine"
     monkeypatch.delenv("CROSSFED_CACHE")
@@ -69,23 +75,34 @@ def test_key_depends_on_everything_that_matters() -> None:
 def test_a_hit_loads_no_model(store: ArtifactStore) -> None:
     store.ensure_text(TEXTS, "minilm")
     program = (
-        "import sys; from pathlib import Path; from crossfed.platform.data.artifacts import ArtifactStore\n"
+        "import sys; from pathlib import Path; from crossfed.platform.data.artifacts import "
+        "ArtifactStore\n"
         "_, vectors, hit = ArtifactStore(Path(sys.argv[1])).ensure_text(sys.argv[2:], 'minilm')\n"
         "assert hit and vectors.shape == (3, 384)\n"
         "print({'sentence_transformers', 'transformers', 'sklearn'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(store.root), *TEXTS], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(store.root), *TEXTS], capture_output=True, text=True
+    )
     assert done.stderr == ""
     assert done.stdout.strip() == "set()"
 
 
-def test_stored_vectors_with_nan_are_refused(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_vectors_with_nan_are_refused(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(artifacts, "embed", lambda *_: np.full((1, 8), np.nan, np.float32))
-    with pytest.raises(CrossfedError, match=r"text vectors of shop in .*\.npy hold NaN or infinity; delete that file"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"text vectors of shop in .*\.npy hold NaN or "
+        r"infinity; delete that file",
+    ):
         store.ensure_text(["a lamp"], "hashing:8", domain="shop")
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "no description", "broken description", "no array"])
+@pytest.mark.parametrize(
+    "damage", ["truncate", "flip", "empty", "no description", "broken description", "no array"]
+)
 def test_damaged_artifact_is_computed_again(store: ArtifactStore, damage: str) -> None:
     path, vectors, _ = store.ensure_text(TEXTS, "hashing:32")
     expected = np.array(vectors)
@@ -127,25 +144,34 @@ def _compute_slowly(root: str, start, calls) -> None:
 def test_of_several_writers_one_computes(store: ArtifactStore) -> None:
     context = multiprocessing.get_context("fork")
     start, calls = context.Barrier(4), context.Value("i", 0)
-    writers = [context.Process(target=_compute_slowly, args=(str(store.root), start, calls)) for _ in range(4)]
+    writers = [
+        context.Process(target=_compute_slowly, args=(str(store.root), start, calls))
+        for _ in range(4)
+    ]
     for writer in writers:
         writer.start()
     for writer in writers:
         writer.join(30)
     assert [writer.exitcode for writer in writers] == [0] * 4
     assert calls.value == 1
-    left = sorted(path.suffix for path in store.root.rglob("*") if path.is_file() and path.suffix != ".lock")
+    left = sorted(
+        path.suffix for path in store.root.rglob("*") if path.is_file() and path.suffix != ".lock"
+    )
     assert left == [".json", ".npy"]
 
 
-def test_full_disk_leaves_nothing_behind_and_says_so(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_nothing_behind_and_says_so(
+    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = store.ensure_text(TEXTS, "hashing:32")[0]
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(artifacts.os, "fsync", full)
-    with pytest.raises(CrossfedError, match="No space left on device; make room there, or set CROSSFED_CACHE"):
+    with pytest.raises(
+        CrossfedError, match="No space left on device; make room there, or set CROSSFED_CACHE"
+    ):
         store.ensure_text(["another"], "hashing:32")
     monkeypatch.undo()
     files = [path for path in store.root.rglob("*") if path.is_file() and path.suffix != ".lock"]

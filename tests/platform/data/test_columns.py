@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossfed.platform.data.columns import NumberColumn, TextColumn, TimeColumn, Wrong, plain_ids, plain_text
+from crossfed.platform.data.columns import (
+    NumberColumn,
+    TextColumn,
+    TimeColumn,
+    Wrong,
+    plain_ids,
+    plain_text,
+)
 
 
 def times(values, unit=None, **more) -> list[tuple[int, int]]:
@@ -55,7 +62,9 @@ def test_times_are_exact(value, unit, expected):
 def test_arrow_timestamps_of_every_unit(unit):
     step = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[unit]
     raw = 1_600_000_000 * step + step // 2
-    assert times(pa.array([raw], pa.timestamp(unit))) == [(1_600_000_000, 10**9 // step * (step // 2))]
+    assert times(pa.array([raw], pa.timestamp(unit))) == [
+        (1_600_000_000, 10**9 // step * (step // 2))
+    ]
 
 
 @given(st.integers(-(10**18), 10**18))
@@ -113,7 +122,10 @@ def test_dictionaries_of_dates():
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ([0, 1.0, "2", b"u3", Decimal("4.00"), np.float64(5), "  x "], ["0", "1", "2", "u3", "4", "5", "x"]),
+        (
+            [0, 1.0, "2", b"u3", Decimal("4.00"), np.float64(5), "  x "],
+            ["0", "1", "2", "u3", "4", "5", "x"],
+        ),
         (["0.0", "1.0", ""], ["0", "1", ""]),
         (["0.0", "1.0", "1.5"], ["0.0", "1.0", "1.5"]),
         (["1", "1.0"], ["1", "1.0"]),  # two ids stay two

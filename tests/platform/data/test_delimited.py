@@ -1,4 +1,6 @@
-"""Lines of delimited files: a quotation mark swallows no row, and separators and quoting are recognised."""
+"""Lines of delimited files: a quotation mark swallows no row, and separators and quoting are
+recognised.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def read(path, *texts, **source):
 def movies(n: int, marks: dict[int, str], separator: str = "\t") -> str:
     """A header and n rows, 40 users in turn; `marks` are the titles of some rows."""
     rows = [
-        separator.join([f"u{k % 40}", f"i{k % 23}", str(1_600_000_000 + k), marks.get(k, f"title {k}")])
+        separator.join(
+            [f"u{k % 40}", f"i{k % 23}", str(1_600_000_000 + k), marks.get(k, f"title {k}")]
+        )
         for k in range(1, n + 1)
     ]
     return "\n".join([separator.join(["user", "item", "time", "title"]), *rows]) + "\n"
@@ -63,13 +67,22 @@ def test_fields_of_several_lines_stay_whole(tmp_path):
 
 
 def test_every_line_that_a_field_would_eat_is_counted(tmp_path):
-    """A field of 60 lines that are no rows: the line it begins in and the 59 after it are broken, none in silence."""
+    """A field of 60 lines that are no rows: the line it begins in and the 59 after it are broken,
+    none in silence.
+    """
     path = tmp_path / "f"
-    text = "\n".join(["user,title,item,time", 'u,"a', *["more"] * 58, 'end",i,5', *["u,t,i,6"] * 40]) + "\n"
+    text = (
+        "\n".join(["user,title,item,time", 'u,"a', *["more"] * 58, 'end",i,5', *["u,t,i,6"] * 40])
+        + "\n"
+    )
     path.write_text(text)
     progress = read(path, max_broken=1).progress
     assert (progress.rows, progress.broken, progress.first_broken) == (40, 60, 2)
-    with pytest.raises(CrossfedError, match=r"60 of 100 lines are broken.*first is line 2.*`quoting: none` or"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"60 of 100 lines are broken.*first is line "
+        r"2.*`quoting: none` or",
+    ):
         read(path)
     assert read(path, max_lines=60).progress.counts() == {"rows": 41, "broken_lines": 0}
 
@@ -105,7 +118,13 @@ def test_quoting_is_recognised(lines, expected):
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        (["1::Toy Story (1995)::Animation|Children's|Comedy", "2::Jumanji, or so (1995)::Fantasy"], "::"),
+        (
+            [
+                "1::Toy Story (1995)::Animation|Children's|Comedy",
+                "2::Jumanji, or so (1995)::Fantasy",
+            ],
+            "::",
+        ),
         (["u i 5", "v j 6"], " "),
         (["u   i 5", "vv  j 6"], BLANKS),
         (["user,item,time", "u,i,2014-05-21 10:00:00"], ","),

@@ -20,7 +20,9 @@ def unordered(tmp_path_factory) -> PreparedData:
             pairs = [(user, (user + 3 * k) % 25) for user in range(20) for k in range(8)]
             users, items = zip(*pairs, strict=True)
             ids = [f"u{k}" for k in range(20)], [f"{name}{k}" for k in range(25)]
-            writer.add_domain(name, users, items, [0] * len(pairs), *ids, [""] * 25, {"times": "none"})
+            writer.add_domain(
+                name, users, items, [0] * len(pairs), *ids, [""] * 25, {"times": "none"}
+            )
     return PreparedData.open(path)
 
 
@@ -31,7 +33,11 @@ def checked(data: PreparedData, method: str, *sets: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("method", ["sasrec", "fedsasrec", "tiger", "tiger_fedavg", "fedcgr"])
 def test_methods_that_read_histories_refuse(unordered, method):
     split = "evaluation.protocol=ratio-80-10-10"
-    with pytest.raises(CrossfedError, match=rf"Domain a .*`time: none`, but the method {method} reads .*order=file"):
+    with pytest.raises(
+        CrossfedError,
+        match=rf"Domain a .*`time: none`, but the method "
+        rf"{method} reads .*order=file",
+    ):
         checked(unordered, method, split)
     assert checked(unordered, method, split, "evaluation.order=file") == ("a", "b")
 
@@ -39,19 +45,27 @@ def test_methods_that_read_histories_refuse(unordered, method):
 def test_which_methods_read_histories():
     """Those that are shown the histories before ranking are those that read them."""
     methods = {name: find_method(name) for name in method_names()}
-    assert {name for name, m in methods.items() if m.ordered} == {n for n, m in methods.items() if m.observe}
+    assert {name for name, m in methods.items() if m.ordered} == {
+        n for n, m in methods.items() if m.observe
+    }
 
 
 @pytest.mark.parametrize("protocol", ["leave-one-out", "leave-one-out-99", "ratio-80-10-10-time"])
 def test_protocols_by_order_refuse(unordered, protocol):
     said = f"evaluation.protocol={protocol}"
-    with pytest.raises(CrossfedError, match=r"but the split .* needs users' interactions in their order"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"but the split .* needs users' interactions in "
+        r"their order",
+    ):
         checked(unordered, "lightgcn", said)
     assert checked(unordered, "lightgcn", said, "evaluation.order=file") == ("a", "b")
 
 
 def test_a_cut_in_time_cannot_be_had_by_order(unordered):
-    with pytest.raises(CrossfedError, match="and temporal-cut cuts by time; take the protocol ratio-80-10-10"):
+    with pytest.raises(
+        CrossfedError, match="and temporal-cut cuts by time; take the protocol ratio-80-10-10"
+    ):
         checked(unordered, "lightgcn", "evaluation.protocol=temporal-cut", "evaluation.order=file")
 
 

@@ -1,4 +1,6 @@
-"""Preparation: every rule of a recipe against cases solved by hand, the published counts exactly, and wrong specs told."""
+"""Preparation: every rule of a recipe against cases solved by hand, the published counts exactly,
+and wrong specs told.
+"""
 
 from __future__ import annotations
 
@@ -95,8 +97,16 @@ def test_ids_are_numbered_in_order_and_rows_sorted(tmp_path):
         ({"cancellations": "drop"}, "xb20 xa40 yb30 ya30", {"cancellations": 1}),
         ({"required": ["d"]}, "xa10 xb20 yb30", {"without d": 1, "duplicates": 1}),
         ({"user_core": 2, "item_core": 2}, "xa10 xb20 yb30 ya30", {"duplicates": 1}),
-        ({"duplicates": "all", "min_quantity": 1}, "xb20 xa40 yb30 ya30", {"below min_quantity": 1}),
-        ({"unique": ["o", "item"], "min_quantity": 1}, "xb20 xa40 yb30 ya30", {"below min_quantity": 1}),
+        (
+            {"duplicates": "all", "min_quantity": 1},
+            "xb20 xa40 yb30 ya30",
+            {"below min_quantity": 1},
+        ),
+        (
+            {"unique": ["o", "item"], "min_quantity": 1},
+            "xb20 xa40 yb30 ya30",
+            {"below min_quantity": 1},
+        ),
     ],
 )
 def test_rules(tmp_path, recipe, expected, dropped):
@@ -106,11 +116,14 @@ def test_rules(tmp_path, recipe, expected, dropped):
 
 
 @pytest.mark.parametrize(
-    "recipe", [{"duplicates": "all"}, {"unique": ["user", "item", "time"]}, {"unique": ["o", "item"]}]
+    "recipe",
+    [{"duplicates": "all"}, {"unique": ["user", "item", "time"]}, {"unique": ["o", "item"]}],
 )
 def test_repeated_pairs_are_refused(tmp_path, recipe):
     """No split could part them: training would show what is tested."""
-    with pytest.raises(CrossfedError, match="Domain a: 1 of 5 interactions repeat a user and an item"):
+    with pytest.raises(
+        CrossfedError, match="Domain a: 1 of 5 interactions repeat a user and an item"
+    ):
         run(tmp_path, SHOP, recipe=recipe)
 
 
@@ -129,8 +142,8 @@ def test_rows_by_words(tmp_path, keep, expected):
 
 
 def test_k_core_is_iterated_and_separate(tmp_path):
-    """2-core of users: z (one row) goes, which leaves item c one row; 2-core of items: c goes, which leaves y one row; y
-    goes, which leaves b two rows. With items unfiltered only z goes."""
+    """2-core of users: z (one row) goes, which leaves item c one row; 2-core of items: c goes,
+    which leaves y one row; y goes, which leaves b two rows. With items unfiltered only z goes."""
     rows = "x,a,1 x,b,2 w,a,3 w,b,4 y,a,5 y,c,6 z,c,7".replace(" ", ",,,,\n") + ",,,,"
     kept = run(tmp_path, rows, recipe={"user_core": 2, "item_core": 2})
     assert {(u, i) for u, i, _ in pairs(kept)} == {("x", "a"), ("x", "b"), ("w", "a"), ("w", "b")}
@@ -157,9 +170,12 @@ def test_core_is_the_largest_that_holds(seed, user_core, item_core):
 
 
 def test_shared_users_to_a_joint_fixed_point(tmp_path):
-    """v is in a only. w is in both, but falls out of b by its 2-core of users, and so out of a, where item n then has one
-    row and falls out of the 2-core of items."""
-    a = "x,m,1 x,n,2 y,m,3 y,k,4 z,m,5 z,k,6 w,m,7 w,n,8 v,m,9 v,n,10".replace(" ", ",,,,\n") + ",,,,"
+    """v is in a only. w is in both, but falls out of b by its 2-core of users, and so out of a,
+    where item n then has one row and falls out of the 2-core of items."""
+    a = (
+        "x,m,1 x,n,2 y,m,3 y,k,4 z,m,5 z,k,6 w,m,7 w,n,8 v,m,9 v,n,10".replace(" ", ",,,,\n")
+        + ",,,,"
+    )
     b = "x,p,1 x,q,2 y,p,3 y,q,4 z,p,5 z,q,6 w,p,7".replace(" ", ",,,,\n") + ",,,,"
     recipe = {"user_core": 1, "item_core": 2}
     (tmp_path / "loose").mkdir()
@@ -201,28 +217,53 @@ def test_items_without_text_are_dropped_before_the_core_counts(tmp_path):
     """Without b, y has one row left and falls out of the 2-core of users."""
     rows = "x,a,1 x,c,2 y,a,3 y,b,4".replace(" ", ",,,,\n") + ",,,,"
     meta = META + "{'asin': 'c', 'title': 'c'}\n"
-    data = run(tmp_path, rows, items=meta, recipe={"text": ["title"], "without_text": "drop", "user_core": 2})
+    data = run(
+        tmp_path,
+        rows,
+        items=meta,
+        recipe={"text": ["title"], "without_text": "drop", "user_core": 2},
+    )
     assert pairs(data) == [("x", "a", 1), ("x", "c", 2)]
     assert counted(data)["dropped"] == {"items without text": 1, "by k-core": 1}
-    with pytest.raises(CrossfedError, match=r"Domain a: 1 of [0-9]+ items have no text, b among them"):
-        run(tmp_path, rows, items=meta, recipe={"text": ["title"], "without_text": "fail"}, out="fail")
+    with pytest.raises(
+        CrossfedError,
+        match=r"Domain a: 1 of [0-9]+ items have no text, b "
+        r"among them",
+    ):
+        run(
+            tmp_path,
+            rows,
+            items=meta,
+            recipe={"text": ["title"], "without_text": "fail"},
+            out="fail",
+        )
 
 
 def test_no_item_with_text_is_not_blamed_on_the_core(tmp_path):
     with pytest.raises(CrossfedError, match="Domain a: 2 of 2 items have no text, a among them"):
         meta = "{'asin': 'a'}\n{'asin': 'b'}\n"
-        run(tmp_path, "x,a,1,,,, y,b,2,,,,", items=meta, recipe={"text": ["title"], "without_text": "drop"})
+        run(
+            tmp_path,
+            "x,a,1,,,, y,b,2,,,,",
+            items=meta,
+            recipe={"text": ["title"], "without_text": "drop"},
+        )
 
 
 def test_text_of_rows_is_the_most_frequent(tmp_path):
     """a: red twice against green, blue and an empty one. b: a tie, the earliest counts."""
-    rows = "x,a,1,,,,green y,a,2,,,,red z,a,3,,,,red w,a,4,,,,blue v,a,5,,,, x,b,6,,,,late y,b,1,,,,early"
+    rows = (
+        "x,a,1,,,,green y,a,2,,,,red z,a,3,,,,red w,a,4,,,,blue v,a,5,,,, x,b,6,,,,late "
+        "y,b,1,,,,early"
+    )
     data = run(tmp_path, rows, recipe={"text": ["d"]})
     assert data.item_texts("a") == ["red", "early"]
 
 
 def test_recipe_of_a_domain_changes_only_what_it_says(tmp_path):
-    data = run(tmp_path, SHOP, recipe={"duplicates": "last", "min_rating": 2}, own={"min_rating": 4})
+    data = run(
+        tmp_path, SHOP, recipe={"duplicates": "last", "min_rating": 2}, own={"min_rating": 4}
+    )
     assert [time for *_, time in pairs(data)] == [40, 30]
     assert data.manifest["recipe"]["domains"]["a"]["recipe"]["duplicates"] == "last"
 
@@ -257,10 +298,22 @@ def test_other_counts_than_the_papers_are_reported(tmp_path):
             {"recipe": {"user_core": 9}},
             r"Domain a is emptied by its 9-core of users and 0-core of items \(before it: 2",
         ),
-        ({"recipe": {"min_rating": 6}}, r"Domain a: no row of a\.csv is left after the recipe's filters"),
+        (
+            {"recipe": {"min_rating": 6}},
+            r"Domain a: no row of a\.csv is left after the "
+            r"recipe's filters",
+        ),
         ({"recipe": {"unique": ["user", "where"]}}, r"a\.csv .* has no column 'where'"),
-        ({"recipe": {"text": ["title"]}}, r"a\.csv .* has no column 'title' for title; it has u, i, t, r, q, o, d\."),
-        ({"recipe": {"user_core": -1}}, r"wrong at recipe\.user_core: Input should be greater than or equal to 0"),
+        (
+            {"recipe": {"text": ["title"]}},
+            r"a\.csv .* has no column 'title' for title; it has "
+            r"u, i, t, r, q, o, d\.",
+        ),
+        (
+            {"recipe": {"user_core": -1}},
+            r"wrong at recipe\.user_core: Input should be greater "
+            r"than or equal to 0",
+        ),
         ({"recipe": {"k": 5}}, r"wrong at recipe\.k: no such key"),
         ({"users": "shared"}, "users: shared needs at least two domains"),
         ({"domains": {}}, r"wrong at domains: .* at least 1 item"),
@@ -287,7 +340,11 @@ def test_wrong_specs_are_told(tmp_path, change, words):
 
 
 def test_specs_that_are_not_there_or_not_yaml(tmp_path):
-    with pytest.raises(CrossfedError, match=r"no spec none\.yaml; give a YAML file or one of beauty-office"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"no spec none\.yaml; give a YAML file or one of "
+        r"beauty-office",
+    ):
         load_spec("none.yaml")
     (tmp_path / "s.yaml").write_text("a: b: c")
     with pytest.raises(CrossfedError, match=r"s\.yaml is not YAML: .* line 1"):
@@ -295,7 +352,9 @@ def test_specs_that_are_not_there_or_not_yaml(tmp_path):
     (tmp_path / "s.yaml").write_text("")
     with pytest.raises(CrossfedError, match=r"s\.yaml is wrong at the spec"):
         load_spec(tmp_path / "s.yaml")
-    with pytest.raises(CrossfedError, match="comes with crossfed; say where its files are with --sources"):
+    with pytest.raises(
+        CrossfedError, match="comes with crossfed; say where its files are with --sources"
+    ):
         prepare("gift-cards", tmp_path / "out")
     with pytest.raises(CrossfedError, match="The directory of sources"):
         prepare("gift-cards", tmp_path / "out", tmp_path / "none")
@@ -318,8 +377,12 @@ def test_shipped_specs_are_valid_and_say_where_files_are_published():
 
 
 def test_papers_recipes():
-    """FedCRF, section 4.2; FedCGR, 4.1.1; P2P-IAGR, 4.1: shared users, at least 5 per user and 10 per item."""
-    assert load_spec("fedcrf-care-beauty").recipe_of("care") == Recipe(text=("title", "description", "brand"))
+    """FedCRF, section 4.2; FedCGR, 4.1.1; P2P-IAGR, 4.1: shared users, at least 5 per user and 10
+    per item.
+    """
+    assert load_spec("fedcrf-care-beauty").recipe_of("care") == Recipe(
+        text=("title", "description", "brand")
+    )
     fedcgr = load_spec("fedcgr-gkbs")
     assert list(fedcgr.domains) == ["grocery", "kitchen", "beauty", "sports"]
     assert (fedcgr.users, fedcgr.recipe.user_core, fedcgr.recipe.item_core) == ("all", 5, 5)
@@ -365,10 +428,18 @@ def test_real_small_ones_and_their_bytes(tmp_path, name, folder, domain, expecte
 
 
 def retail(
-    tmp_path: Path, file: str, out: str, user: str = "InvoiceNo", report=lambda message: None, **recipe
+    tmp_path: Path,
+    file: str,
+    out: str,
+    user: str = "InvoiceNo",
+    report=lambda message: None,
+    **recipe,
 ) -> PreparedData:
     spec = yaml.safe_load(shipped()["onlineretail"].read_text())
-    spec["domains"]["onlineretail"]["interactions"] |= {"path": f"online_retail/{file}", "columns": {"user": user}}
+    spec["domains"]["onlineretail"]["interactions"] |= {
+        "path": f"online_retail/{file}",
+        "columns": {"user": user},
+    }
     spec["recipe"] |= recipe
     (tmp_path / f"{out}.yaml").write_text(yaml.safe_dump(spec))
     return prepare(tmp_path / f"{out}.yaml", tmp_path / out, real("online_retail"), report)
@@ -388,7 +459,9 @@ def test_real_online_retail_by_other_recipes(tmp_path):
     with pytest.raises(CrossfedError, match="of 525,297 interactions repeat a user and an item"):
         retail(tmp_path, "data.csv.gz", "rows", report=told.append, duplicates="all")
     assert told[-1] == "onlineretail: 16,529 users, 3,471 items, 525,297 interactions"
-    customers = retail(tmp_path, "data.csv.gz", "c", "CustomerID", cancellations="drop", min_quantity=1)
+    customers = retail(
+        tmp_path, "data.csv.gz", "c", "CustomerID", cancellations="drop", min_quantity=1
+    )
     assert sizes(customers, "onlineretail") == (4_078, 3_149, 265_082)
 
 

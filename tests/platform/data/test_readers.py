@@ -1,4 +1,6 @@
-"""Readers: every published layout is recognised and read alike, memory follows the columns, and bad files are told."""
+"""Readers: every published layout is recognised and read alike, memory follows the columns, and bad
+files are told.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,26 @@ from crossfed.platform.data.readers import Source, Table, read_items, read_table
 from crossfed.platform.errors import CrossfedError
 
 REVIEW_2014 = (
-    '{"reviewerID": "A1", "asin": "B000000001", "helpful": [0, 1], "reviewText": "so \\"so\\"", "overall": 4.0, '
+    '{"reviewerID": "A1", "asin": "B000000001", "helpful": [0, 1], "reviewText": "so '
+    '\\"so\\"", "overall": 4.0, '
     '"unixReviewTime": 1400630400, "reviewTime": "05 21, 2014"}\n'
-    '{"reviewerID": "A2", "asin": "0000013714", "helpful": [2, 3], "reviewText": "", "overall": 5.0, '
+    '{"reviewerID": "A2", "asin": "0000013714", "helpful": [2, 3], "reviewText": "", '
+    '"overall": 5.0, '
     '"unixReviewTime": 1252800000, "reviewTime": "09 13, 2009"}\n'
 )
 REVIEW_2018 = (
-    '{"overall": 4.0, "verified": true, "reviewerID": "A1", "asin": "B000000001", "style": {"Size:": " 50"}, '
+    '{"overall": 4.0, "verified": true, "reviewerID": "A1", "asin": "B000000001", "style": '
+    '{"Size:": " 50"}, '
     '"unixReviewTime": 1400630400}\n'
-    '{"overall": 5.0, "vote": "2", "reviewerID": "A2", "asin": "0000013714", "unixReviewTime": 1252800000}\n'
+    '{"overall": 5.0, "vote": "2", "reviewerID": "A2", "asin": "0000013714", "unixReviewTime": '
+    "1252800000}\n"
 )
 REVIEW_2023 = (
-    '{"rating": 4.0, "title": "x", "text": "y", "images": [], "asin": "B9", "parent_asin": "B000000001", '
+    '{"rating": 4.0, "title": "x", "text": "y", "images": [], "asin": "B9", "parent_asin": '
+    '"B000000001", '
     '"user_id": "A1", "timestamp": 1400630400123, "verified_purchase": true}\n'
-    '{"rating": 5.0, "title": "x", "text": "y", "images": [], "asin": "B8", "parent_asin": "0000013714", '
+    '{"rating": 5.0, "title": "x", "text": "y", "images": [], "asin": "B8", "parent_asin": '
+    '"0000013714", '
     '"user_id": "A2", "timestamp": 1252800000000, "verified_purchase": true}\n'
 )
 CSV_2023 = "user_id,parent_asin,rating,timestamp\nA1,B000000001,4.0,1400630400123\nA2,0000013714,5.0,1252800000000\n"
@@ -44,7 +52,9 @@ RECBOLE = (
     "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
     "A1\tB000000001\t4\t1400630400.0\nA2\t0000013714\t5\t1252800000.0\n"
 )
-SEMICOLONS = "when;who;what;stars\n2014-05-21;A1;B000000001;4\n2009-09-13T00:00:00;A2;0000013714;5\n"
+SEMICOLONS = (
+    "when;who;what;stars\n2014-05-21;A1;B000000001;4\n2009-09-13T00:00:00;A2;0000013714;5\n"
+)
 MAPPING = {"user": "who", "item": "what", "rating": "stars", "time": "when"}
 
 LAYOUTS = {
@@ -70,7 +80,9 @@ def read(path: Path, texts=("user", "item"), numbers=("rating",), **source) -> T
 
 def rows(table: Table) -> list[tuple]:
     """Everything that was read, row by row, with times in seconds."""
-    texts = [[c.values[code] if code >= 0 else None for code in c.codes] for c in table.texts.values()]
+    texts = [
+        [c.values[code] if code >= 0 else None for code in c.codes] for c in table.texts.values()
+    ]
     return list(zip(*texts, *table.numbers.values(), table.times.whole, strict=True))
 
 
@@ -82,7 +94,10 @@ def test_layouts_are_recognised_by_content(tmp_path, name, compress):
     path.write_bytes(gzip.compress(text.encode()) if compress else text.encode())
     table = read(path, **source)
     assert table.layout == layout
-    assert rows(table) == [("A1", "B000000001", 4.0, 1400630400), ("A2", "0000013714", 5.0, 1252800000)]
+    assert rows(table) == [
+        ("A1", "B000000001", 4.0, 1400630400),
+        ("A2", "0000013714", 5.0, 1252800000),
+    ]
     assert table.progress.counts() == {"rows": 2, "broken_lines": 0}
 
 
@@ -107,7 +122,13 @@ def test_layout_can_be_said(tmp_path):
 def test_parquet(tmp_path):
     path = tmp_path / "f.parquet"
     times = pa.array([datetime(2014, 5, 21), datetime(2009, 9, 13)], pa.timestamp("us"))
-    columns = {"who": ["A1", None], "what": [17850.0, 2.0], "stars": [4, None], "when": times, "more": [[1], [2]]}
+    columns = {
+        "who": ["A1", None],
+        "what": [17850.0, 2.0],
+        "stars": [4, None],
+        "when": times,
+        "more": [[1], [2]],
+    }
     pq.write_table(pa.table(columns), path)
     table = read(path, columns=MAPPING)
     assert rows(table)[0] == ("A1", "17850", 4.0, 1400630400)
@@ -116,7 +137,16 @@ def test_parquet(tmp_path):
 
 
 RETAIL = [
-    ("536365", "85123A", "HANGING HEART", 6, datetime(2010, 12, 1, 8, 26), 2.55, 17850, "United Kingdom"),
+    (
+        "536365",
+        "85123A",
+        "HANGING HEART",
+        6,
+        datetime(2010, 12, 1, 8, 26),
+        2.55,
+        17850,
+        "United Kingdom",
+    ),
     ("C536379", "D", "Discount, £", -1, datetime(2010, 12, 1, 9, 41), 27.5, None, "United Kingdom"),
     ("536381", "82567", None, 2, datetime(2011, 1, 13, 17, 5), 2.1, 15311, "EIRE"),
 ]
@@ -172,23 +202,31 @@ def test_recbole_items_with_tab_and_newline_in_quotes(tmp_path):
         'i2\tPlain\t"\'Beauty\', ""Women\'s"""\n'
     )
     items = read_items(path, Source(path="f"), ["title", "categories"], {"i1", "i2"})
-    assert items.texts == {"i1": 'Two words and a "quote" Beauty Hair Care', "i2": "Plain Beauty Women's"}
+    assert items.texts == {
+        "i1": 'Two words and a "quote" Beauty Hair Care',
+        "i2": "Plain Beauty Women's",
+    }
     assert items.layout == "recbole"
 
 
 META_2014 = (
-    "{'asin': 'B1', 'title': \"Women's &amp; Men's\", 'related': {'also_bought': ['B3']}, 'brand': 'X', "
+    "{'asin': 'B1', 'title': \"Women's &amp; Men's\", 'related': {'also_bought': ['B3']}, "
+    "'brand': 'X', "
     "'categories': [['Beauty', 'Hair'], ['Beauty', 'Skin']]}\n"
     "{'asin': 'B2', 'description': u'Caf\\xe9 \\% \\'s'}\n"
     "{'asin': 'B3', 'title': 'another'}\n"
 )
 META_2018 = (
-    '{"category": ["Gift Cards", "Food"], "description": ["<b>One</b>", "two"], "title": "Card", "brand": "X", '
-    '"feature": ["f"], "asin": "B1"}\n{"category": [], "description": [], "title": "", "asin": "B2"}\n'
+    '{"category": ["Gift Cards", "Food"], "description": ["<b>One</b>", "two"], "title": '
+    '"Card", "brand": "X", '
+    '"feature": ["f"], "asin": "B1"}\n{"category": [], "description": [], "title": "", "asin": '
+    '"B2"}\n'
 )
 META_2023 = (
-    '{"main_category": "All", "title": "Card", "features": ["f"], "description": ["One", "two"], "store": "X", '
-    '"categories": ["Gift Cards", "Food"], "parent_asin": "B1"}\n{"title": "", "parent_asin": "B2"}\n'
+    '{"main_category": "All", "title": "Card", "features": ["f"], "description": ["One", '
+    '"two"], "store": "X", '
+    '"categories": ["Gift Cards", "Food"], "parent_asin": "B1"}\n{"title": "", "parent_asin": '
+    '"B2"}\n'
 )
 FIELDS = ["title", "brand", "categories", "features", "description"]
 
@@ -196,7 +234,11 @@ FIELDS = ["title", "brand", "categories", "features", "description"]
 @pytest.mark.parametrize(
     ("text", "layout", "expected"),
     [
-        (META_2014, "amazon-meta-2014", {"B1": "Women's & Men's X Beauty Hair Skin", "B2": "Café \\% 's"}),
+        (
+            META_2014,
+            "amazon-meta-2014",
+            {"B1": "Women's & Men's X Beauty Hair Skin", "B2": "Café \\% 's"},
+        ),
         (META_2018, "amazon-meta-2018", {"B1": "Card X Gift Cards Food f One two", "B2": ""}),
         (META_2023, "amazon-meta-2023", {"B1": "Card X Gift Cards Food f One two", "B2": ""}),
     ],
@@ -212,7 +254,10 @@ def test_item_layouts(tmp_path, text, layout, expected):
 
 def test_first_item_row_counts(tmp_path):
     path = tmp_path / "meta"
-    path.write_text("{'asin': 'B1', 'title': 'one'}\n{'asin': 'B1', 'title': 'two'}\n{'asin': 'B2', 'title': 'x'}\n")
+    path.write_text(
+        "{'asin': 'B1', 'title': 'one'}\n{'asin': 'B1', 'title': 'two'}\n{'asin': "
+        "'B2', 'title': 'x'}\n"
+    )
     items = read_items(path, Source(path="f"), ["title"], {"B1", "B9"})
     assert (items.texts, items.duplicates) == ({"B1": "one"}, 1)
 
@@ -233,7 +278,10 @@ def zipped() -> bytes:
 def reviews(n: int, text: str = "x", broken: int = 0) -> bytes:
     review = {"reviewText": text, "overall": 5.0}
     lines = [
-        json.dumps({"reviewerID": f"A{i % 97}", "asin": f"B{i % 31}", "unixReviewTime": i, **review}) for i in range(n)
+        json.dumps(
+            {"reviewerID": f"A{i % 97}", "asin": f"B{i % 31}", "unixReviewTime": i, **review}
+        )
+        for i in range(n)
     ]
     for i in range(broken):
         lines[10 + i] = lines[10 + i][:-5]
@@ -251,14 +299,20 @@ def test_broken_lines_are_counted(tmp_path):
 def test_too_many_broken_lines(tmp_path):
     path = tmp_path / "f"
     path.write_bytes(reviews(400, broken=5))
-    with pytest.raises(CrossfedError, match=r"f: 5 of 400 lines are broken, more than 1\.00%; the first is line 11"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"f: 5 of 400 lines are broken, more than 1\.00%; "
+        r"the first is line 11",
+    ):
         read(path)
     assert read(path, max_broken=0.02).progress.broken == 5
 
 
 def test_csv_rows_of_another_width_are_broken(tmp_path):
     path = tmp_path / "f"
-    path.write_text("who,what,stars,when\n" + "u,i,1,5\n" * 300 + "u,i,1\n" + '"u" x,i,1,5\n' + "\nu,i,1,6\n")
+    path.write_text(
+        "who,what,stars,when\n" + "u,i,1,5\n" * 300 + "u,i,1\n" + '"u" x,i,1,5\n' + "\nu,i,1,6\n"
+    )
     progress = read(path, columns=MAPPING).progress
     assert (progress.rows, progress.broken, progress.first_broken) == (301, 2, 302)
 
@@ -286,14 +340,42 @@ def test_memory_follows_the_columns_not_the_file(tmp_path):
         ),
         (b"", {}, "f is empty"),
         (b"who,what,stars,when\n", {"columns": MAPPING}, "no rows below its header"),
-        (b"who,what,stars\nu,i,1\n", {"columns": MAPPING}, "has no column 'when' for time; it has who, what, stars"),
+        (
+            b"who,what,stars\nu,i,1\n",
+            {"columns": MAPPING},
+            "has no column 'when' for time; it has who, what, stars",
+        ),
         (b"user,item,rating\nu,i,1\n", {}, r"has no column for time; it has user, item, rating\."),
-        (b"who,what,stars,when\nu,i,1,5\nu,i,1,soon\n", {"columns": MAPPING}, "f, line 3: 'soon' in 'when' is no time"),
-        (b"who,what,stars,when\nu,i,1,5\nu,i,1,\n", {"columns": MAPPING}, "f, line 3: '' in 'when' is no time"),
-        (b"who,what,stars,when\nu,i,1,5\nu,i,1,nan\n", {"columns": MAPPING}, "f, line 3: 'nan' in 'when' is no time"),
-        (b"who,what,stars,when\nu,i,good,5\n", {"columns": MAPPING}, "f, line 2: 'good' in 'stars' is no number"),
-        (b"who,what,stars,when\nu,i,1,1400630400123\n", {"columns": MAPPING}, "line 2: .* set `time: milliseconds`"),
-        (b"who,what,stars,when\nu,i,1,5\nu,\xa3,1,5\n", {"columns": MAPPING}, "f, line 3: byte 0xa3 is not utf-8"),
+        (
+            b"who,what,stars,when\nu,i,1,5\nu,i,1,soon\n",
+            {"columns": MAPPING},
+            "f, line 3: 'soon' in 'when' is no time",
+        ),
+        (
+            b"who,what,stars,when\nu,i,1,5\nu,i,1,\n",
+            {"columns": MAPPING},
+            "f, line 3: '' in 'when' is no time",
+        ),
+        (
+            b"who,what,stars,when\nu,i,1,5\nu,i,1,nan\n",
+            {"columns": MAPPING},
+            "f, line 3: 'nan' in 'when' is no time",
+        ),
+        (
+            b"who,what,stars,when\nu,i,good,5\n",
+            {"columns": MAPPING},
+            "f, line 2: 'good' in 'stars' is no number",
+        ),
+        (
+            b"who,what,stars,when\nu,i,1,1400630400123\n",
+            {"columns": MAPPING},
+            "line 2: .* set `time: milliseconds`",
+        ),
+        (
+            b"who,what,stars,when\nu,i,1,5\nu,\xa3,1,5\n",
+            {"columns": MAPPING},
+            "f, line 3: byte 0xa3 is not utf-8",
+        ),
         (b"wh\xa3,what\n", {"columns": MAPPING}, "f, line 1: byte 0xa3 is not utf-8"),
         (
             b'who,what,stars,when\nu,i,1,5\nu,"i,1,5\nu,i,1,5\n',
@@ -301,13 +383,30 @@ def test_memory_follows_the_columns_not_the_file(tmp_path):
             r"the first is line 3 \(a quotation mark",
         ),
         (b'{"reviewerID": "u", "asin": "i"\n', {}, "none of the first lines is a JSON object"),
-        (b'{"who": ["u"], "what": "i", "stars": 1, "when": 1}\n', {"columns": MAPPING}, "user holds a list"),
+        (
+            b'{"who": ["u"], "what": "i", "stars": 1, "when": 1}\n',
+            {"columns": MAPPING},
+            "user holds a list",
+        ),
         (b"PAR1 and no more", {}, "f cannot be read"),
         (b"PK\x03\x04 and no more", {}, "f cannot be read"),
         (gzip.compress(b"PAR1 and more", mtime=0), {}, "f is a compressed Parquet or Excel file"),
-        (reviews(5), {"columns": {"rating": "stars"}}, r"read as amazon-reviews\) has no column 'stars' for rating"),
-        (RATINGS_2014.encode(), {"columns": {"user": 1}}, "has no column 'item' for item; it has 4 columns"),
-        (b"a,b,c\n", {"columns": {"user": 1, "item": 2, "rating": 3, "time": 5}}, "has no column 5 for time; it has 3"),
+        (
+            reviews(5),
+            {"columns": {"rating": "stars"}},
+            r"read as amazon-reviews\) has no "
+            r"column 'stars' for rating",
+        ),
+        (
+            RATINGS_2014.encode(),
+            {"columns": {"user": 1}},
+            "has no column 'item' for item; it has 4 columns",
+        ),
+        (
+            b"a,b,c\n",
+            {"columns": {"user": 1, "item": 2, "rating": 3, "time": 5}},
+            "has no column 5 for time; it has 3",
+        ),
         (zipped(), {}, "f is a ZIP archive, but no Excel workbook"),
     ],
 )
@@ -348,7 +447,14 @@ def test_units_of_time(tmp_path, unit, expected, kind):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"time": "hours"}, {"quoting": "single"}, {"encoding": "none"}, {"layout": "x"}, {"colums": {}}]
+    "wrong",
+    [
+        {"time": "hours"},
+        {"quoting": "single"},
+        {"encoding": "none"},
+        {"layout": "x"},
+        {"colums": {}},
+    ],
 )
 def test_impossible_sources(wrong):
     with pytest.raises(ValidationError):

@@ -1,4 +1,6 @@
-"""Preparation of files as people have them: what is lost or odd is told, what cannot be meant is refused."""
+"""Preparation of files as people have them: what is lost or odd is told, what cannot be meant is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError
 
 
-def made(folder: Path, interactions, *, items=None, recipe=None, out="out", report=None, **more) -> PreparedData:
+def made(
+    folder: Path, interactions, *, items=None, recipe=None, out="out", report=None, **more
+) -> PreparedData:
     spec = {
         "name": "test",
         "recipe": {"user_core": 0, "item_core": 0} | (recipe or {}),
-        "domains": {"a": {"interactions": interactions, **({"items": items} if items else {}), **more}},
+        "domains": {
+            "a": {"interactions": interactions, **({"items": items} if items else {}), **more}
+        },
     }
     (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
     return prepare(folder / "spec.yaml", folder / out, report=report or (lambda message: None))
@@ -39,7 +45,7 @@ def histories(data: PreparedData, domain: str = "a") -> dict[str, str]:
     return found
 
 
-# -- order ---------------------------------------------------------------------------------------------------------
+# -- order -----------------------------------------------------------------------------------------
 
 REVERSED = [(f"i{k}", k) for k in reversed(range(7))]
 
@@ -57,7 +63,9 @@ def in_recbole(path: Path, time) -> dict:
 
 def in_parquet(path: Path, unit: str, step: int) -> dict:
     times = pa.array([1_600_000_000 * step + k for _, k in REVERSED], pa.timestamp(unit))
-    pq.write_table(pa.table({"user": ["u0"] * 7, "item": [item for item, _ in REVERSED], "time": times}), path)
+    pq.write_table(
+        pa.table({"user": ["u0"] * 7, "item": [item for item, _ in REVERSED], "time": times}), path
+    )
     return {"path": path.name}
 
 
@@ -85,12 +93,18 @@ def test_fractions_of_a_second_decide_the_order(tmp_path, write):
 def test_equal_pairs_at_different_fractions_are_not_repeated(tmp_path):
     (tmp_path / "f").write_text("user,item,time\nu,i,5.1\nu,i,5.2\nu,i,5.2\n")
     told: list[str] = []
-    with pytest.raises(CrossfedError, match=r"1 of 2 interactions repeat a user and an item \(user 'u' has item 'i' 2"):
-        made(tmp_path, {"path": "f"}, recipe={"unique": ["user", "item", "time"]}, report=told.append)
+    with pytest.raises(
+        CrossfedError,
+        match=r"1 of 2 interactions repeat a user and an item "
+        r"\(user 'u' has item 'i' 2",
+    ):
+        made(
+            tmp_path, {"path": "f"}, recipe={"unique": ["user", "item", "time"]}, report=told.append
+        )
     assert "a: dropped 1 repeated in user, item, time (first kept); 2 of 3 rows are left" in told
 
 
-# -- ids -----------------------------------------------------------------------------------------------------------
+# -- ids -------------------------------------------------------------------------------------------
 
 
 def table(path: Path, **columns) -> None:
@@ -106,8 +120,12 @@ def numbers_in_parquet(folder: Path) -> None:
 
 
 def numbers_in_json(folder: Path) -> None:
-    (folder / "f").write_text("".join(json.dumps({"user": "u", "item": float(k), "time": k}) + "\n" for k in range(3)))
-    (folder / "g").write_text("".join(json.dumps({"item": k, "title": f"t{k}"}) + "\n" for k in range(3)))
+    (folder / "f").write_text(
+        "".join(json.dumps({"user": "u", "item": float(k), "time": k}) + "\n" for k in range(3))
+    )
+    (folder / "g").write_text(
+        "".join(json.dumps({"item": k, "title": f"t{k}"}) + "\n" for k in range(3))
+    )
 
 
 def point_zero_in_csv(folder: Path) -> None:
@@ -118,13 +136,16 @@ def point_zero_in_csv(folder: Path) -> None:
 def point_zero_in_items(folder: Path) -> None:
     (folder / "f").write_text("user,item,time\nu,0,1\nu,1,2\nu,2,3\n")
     (folder / "g").write_text(
-        '{"item": "0.0", "title": "a"}\n{"item": "1.0", "title": "b"}\n{"item": "2.0", "title": "c"}\n'
+        '{"item": "0.0", "title": "a"}\n{"item": "1.0", "title": "b"}\n{"item": "2.0", '
+        '"title": "c"}\n'
     )
 
 
 def blanks_in_json(folder: Path) -> None:
     (folder / "f").write_text("user,item,time\nu,0,1\nu,1,2\nu,2,3\n")
-    (folder / "g").write_text("".join(json.dumps({"item": f"{k} ", "title": f"t{k}"}) + "\n" for k in range(3)))
+    (folder / "g").write_text(
+        "".join(json.dumps({"item": f"{k} ", "title": f"t{k}"}) + "\n" for k in range(3))
+    )
 
 
 def binary_in_parquet(folder: Path) -> None:
@@ -134,7 +155,14 @@ def binary_in_parquet(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "write",
-    [numbers_in_parquet, numbers_in_json, point_zero_in_csv, point_zero_in_items, blanks_in_json, binary_in_parquet],
+    [
+        numbers_in_parquet,
+        numbers_in_json,
+        point_zero_in_csv,
+        point_zero_in_items,
+        blanks_in_json,
+        binary_in_parquet,
+    ],
 )
 def test_ids_are_the_same_on_both_sides(tmp_path, write):
     write(tmp_path)
@@ -152,36 +180,58 @@ def test_latin1_ids_of_json_items(tmp_path):
         '{"item": "Café", "title": "x"}\n{"item": "O\'Neil", "title": "y"}\n'.encode("latin-1")
     )
     latin = {"encoding": "latin-1"}
-    data = made(tmp_path, {"path": "f"} | latin, items=[{"path": "g"} | latin], recipe={"text": ["title"]})
+    data = made(
+        tmp_path, {"path": "f"} | latin, items=[{"path": "g"} | latin], recipe={"text": ["title"]}
+    )
     assert data.item_texts("a") == ["x", "y"]
 
 
 def test_binary_that_is_no_text_is_refused(tmp_path):
     table(tmp_path / "f", user=[b"u", b"\xff\xfe"], item=["i", "j"], time=[1, 2])
-    with pytest.raises(CrossfedError, match="f: a value of 'user' is binary and not UTF-8; write the column as text"):
+    with pytest.raises(
+        CrossfedError,
+        match="f: a value of 'user' is binary and not UTF-8; write the column as text",
+    ):
         made(tmp_path, {"path": "f"})
     table(tmp_path / "f", user=["u", "v"], item=["i", "j"], time=[1, 2])
     table(tmp_path / "g", item=["i", "j"], title=[b"fine", b"\xe9"])
-    with pytest.raises(CrossfedError, match="g, line 2: the item or a text of it is binary and not UTF-8"):
+    with pytest.raises(
+        CrossfedError, match="g, line 2: the item or a text of it is binary and not UTF-8"
+    ):
         made(tmp_path, {"path": "f"}, items=[{"path": "g"}], recipe={"text": ["title"]})
 
 
 def test_item_files_without_any_of_the_items_are_refused_with_examples(tmp_path):
     (tmp_path / "f").write_text("user,item,time\nu,0001,1\nu,0002,2\nu,0003,3\n")
     (tmp_path / "g").write_text("item,title\n1,one\n2,two\n3,three\n")
-    with pytest.raises(CrossfedError, match=r"0 of 3 items have a row in g; .* '0001' and '0002', .* '1' and '2'"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"0 of 3 items have a row in g; .* '0001' and "
+        r"'0002', .* '1' and '2'",
+    ):
         made(tmp_path, {"path": "f"}, items=[{"path": "g"}], recipe={"text": ["title"]})
     (tmp_path / "g").write_text("item,title\n0001,one\n2,two\n3,three\n")
     told: list[str] = []
-    made(tmp_path, {"path": "f"}, items=[{"path": "g"}], recipe={"text": ["title"]}, report=told.append)
-    assert any("note: only 1 of 3 items have a row in g" in line and "'0002' and '0003'" in line for line in told)
+    made(
+        tmp_path,
+        {"path": "f"},
+        items=[{"path": "g"}],
+        recipe={"text": ["title"]},
+        report=told.append,
+    )
+    assert any(
+        "note: only 1 of 3 items have a row in g" in line and "'0002' and '0003'" in line
+        for line in told
+    )
 
 
-# -- what is told --------------------------------------------------------------------------------------------------
+# -- what is told ----------------------------------------------------------------------------------
 
 
 def test_every_step_is_told(tmp_path):
-    lines = ["user,item,rating,time"] + [f"u{k % 9},i{k % 11},{k % 5},{k}000000" for k in range(1, 200)]
+    lines = ["user,item,rating,time"] + [
+        f"u{k % 9},i{k % 11},{k % 5},{k}000000" for k in range(1, 200)
+    ]
     lines[5] = "u1,i1,3"
     lines[7] = ",i1,3,9000000"
     lines[9] = "nan,i1,3,9000000"
@@ -192,11 +242,16 @@ def test_every_step_is_told(tmp_path):
     recipe = {"missing_time": "drop", "min_rating": 1, "user_core": 2, "item_core": 2}
     data = made(tmp_path, {"path": "f"}, recipe=recipe, report=told.append)
     screen = "\n".join(told)
-    assert "a: 198 rows in f (read as table, parted by ,), 1 broken lines, the first 6 (3 fields where 4" in screen
+    assert (
+        "a: 198 rows in f (read as table, parted by ,), 1 broken lines, the first 6 (3 "
+        "fields where 4"
+    ) in screen
     assert "dropped 1 without user, 1 without time, 38 below min_rating, " in screen
     assert "repeated in user, item (first kept);" in screen
     assert "note: user is 'nan' (1 rows), which looks like none" in screen
-    assert "1 of 197 times are before 1970-01-02 or after next year, e.g. 1970-01-01T00:00:01" in screen
+    assert (
+        "1 of 197 times are before 1970-01-02 or after next year, e.g. 1970-01-01T00:00:01"
+    ) in screen
     assert "2-core of users and 2-core of items: " in screen
     assert data.manifest["domains"]["a"]["preparation"]["dropped"]["without time"] == 1
 
@@ -211,31 +266,43 @@ def test_columns_used_twice_and_names_given_twice_are_told(tmp_path):
 
 def test_shared_users_that_are_shared_numbers_are_told(tmp_path):
     for name in ("f", "g"):
-        (tmp_path / name).write_text("user,item,time\n" + "".join(f"{k},i{k % 3},{k}\n" for k in range(40)))
+        (tmp_path / name).write_text(
+            "user,item,time\n" + "".join(f"{k},i{k % 3},{k}\n" for k in range(40))
+        )
     told: list[str] = []
     (tmp_path / "spec.yaml").write_text(
         "name: x\nrecipe: {user_core: 0, item_core: 0}\ndomains:\n"
         "  a: {interactions: {path: f}}\n  b: {interactions: {path: g}}\n"
     )
     prepare(tmp_path / "spec.yaml", tmp_path / "out", report=told.append)
-    assert "the users of a and of b are both numbered without gaps, so that the 40 shared ones" in told[-1]
+    assert (
+        "the users of a and of b are both numbered without gaps, so that the 40 shared ones"
+    ) in told[-1]
 
 
-# -- the recipe ----------------------------------------------------------------------------------------------------
+# -- the recipe ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", [{"missing_time": "drop"}, {"required": ["time"]}])
 def test_rows_without_a_time_can_be_dropped(tmp_path, recipe):
     (tmp_path / "f").write_text("user,item,time\nu,i,1\nu,j,\nu,k,3\n")
-    with pytest.raises(CrossfedError, match=r"f, line 3: '' in 'time' is no time \(`missing_time: drop`"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"f, line 3: '' in 'time' is no time "
+        r"\(`missing_time: drop`",
+    ):
         made(tmp_path, {"path": "f"})
     assert histories(made(tmp_path, {"path": "f"}, recipe=recipe)) == {"u": "i k"}
 
 
 def test_repeated_pairs_are_refused_by_their_ids(tmp_path):
-    (tmp_path / "f").write_text("user,item,time\nbo,cup,1\nal,cup,1\nal,mug,2\nal,cup,3\nal,cup,4\n")
+    (tmp_path / "f").write_text(
+        "user,item,time\nbo,cup,1\nal,cup,1\nal,mug,2\nal,cup,3\nal,cup,4\n"
+    )
     with pytest.raises(
-        CrossfedError, match=r"2 of 5 .*user 'al' has item 'cup' 3 times.*set `duplicates: first` or `last`"
+        CrossfedError,
+        match=r"2 of 5 .*user 'al' has item 'cup' 3 times.*set `duplicates: "
+        r"first` or `last`",
     ):
         made(tmp_path, {"path": "f"}, recipe={"duplicates": "all"})
 
@@ -244,12 +311,14 @@ def test_the_first_text_that_is_not_empty_counts(tmp_path):
     (tmp_path / "f").write_text("user,item,time\nu,i,1\nu,j,2\nu,k,3\n")
     (tmp_path / "g").write_text("item,title\ni,\ni,late\ni,later\nj,\n")
     (tmp_path / "h").write_text("item,title\ni,no\nj,second\nk,third\n")
-    data = made(tmp_path, {"path": "f"}, items=[{"path": "g"}, {"path": "h"}], recipe={"text": ["title"]})
+    data = made(
+        tmp_path, {"path": "f"}, items=[{"path": "g"}, {"path": "h"}], recipe={"text": ["title"]}
+    )
     assert data.item_texts("a") == ["late", "second", "third"]
     assert data.manifest["domains"]["a"]["preparation"]["text_fields"] == {"title": 3}
 
 
-# -- formats -------------------------------------------------------------------------------------------------------
+# -- formats ---------------------------------------------------------------------------------------
 
 PLAIN = "user,item,time\nal,x,1\nbo,y,2\nal,z,3\n"
 EXPECTED = {"al": "x z", "bo": "y"}
@@ -304,7 +373,9 @@ def test_formats(tmp_path, content, source):
 
 
 def test_movielens_1m_as_it_is_published(tmp_path):
-    (tmp_path / "ratings.dat").write_text("1::1193::5::978300760\n1::661::3::978302109\n2::1193::4::978298413\n")
+    (tmp_path / "ratings.dat").write_text(
+        "1::1193::5::978300760\n1::661::3::978302109\n2::1193::4::978298413\n"
+    )
     (tmp_path / "movies.dat").write_bytes(
         "661::James and the Giant Peach (1996)::Animation|Children's|Musical\n"
         "1193::Cité des enfants perdus, La (1995)::Adventure|Sci-Fi\n".encode("latin-1")
@@ -312,7 +383,13 @@ def test_movielens_1m_as_it_is_published(tmp_path):
     data = made(
         tmp_path,
         {"path": "ratings.dat", "columns": {"user": 1, "item": 2, "rating": 3, "time": 4}},
-        items=[{"path": "movies.dat", "columns": {"item": 1, "title": 2, "genres": 3}, "encoding": "latin-1"}],
+        items=[
+            {
+                "path": "movies.dat",
+                "columns": {"item": 1, "title": 2, "genres": 3},
+                "encoding": "latin-1",
+            }
+        ],
         recipe={"text": ["title", "genres"]},
     )
     assert histories(data) == {"1": "1193 661", "2": "1193"}
@@ -321,7 +398,9 @@ def test_movielens_1m_as_it_is_published(tmp_path):
 
 def test_several_interaction_files_of_one_domain(tmp_path):
     (tmp_path / "f").write_text("user,item,time\nal,x,5.5\n")
-    (tmp_path / "g").write_text('{"user": "al", "item": "y", "time": 5.25}\n{"user": "bo", "item": "x", "time": 1}\n')
+    (tmp_path / "g").write_text(
+        '{"user": "al", "item": "y", "time": 5.25}\n{"user": "bo", "item": "x", "time": 1}\n'
+    )
     data = made(tmp_path, [{"path": "f"}, {"path": "g"}])
     assert histories(data) == {"al": "y x", "bo": "x"}
     assert data.manifest["domains"]["a"]["preparation"]["rows"] == 3
@@ -341,7 +420,10 @@ def test_several_interaction_files_of_one_domain(tmp_path):
         (b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
         (b"\xd0\xcf\x11\xe0abc", "is an Excel workbook of the old kind"),
         (gzip.compress(gzip.compress(PLAIN.encode(), mtime=0), mtime=0), "is compressed twice"),
-        (json.dumps({"user": {"0": "u"}, "item": {"0": "i"}}).encode(), "is one JSON object of columns"),
+        (
+            json.dumps({"user": {"0": "u"}, "item": {"0": "i"}}).encode(),
+            "is one JSON object of columns",
+        ),
         (b"SQLite format 3\0", "is an SQLite database"),
         (
             "user,item,time\nu,“i”,5\n".encode("cp1252"),
@@ -364,12 +446,19 @@ def test_hints_look_at_the_bytes(tmp_path, content, words):
 
 def test_ids_that_cannot_be_told_apart(tmp_path):
     (tmp_path / "f").write_text('{"user": 9007199254740993.0, "item": "i", "time": 1}\n')
-    with pytest.raises(CrossfedError, match=r"'user' .* is a floating-point number too large to be exact"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"'user' .* is a floating-point number too large "
+        r"to be exact",
+    ):
         made(tmp_path, {"path": "f"})
     (tmp_path / "f").write_text("user,item,time\ncaf\u00e9,i,1\ncafe\u0301,j,2\nv\0,j,3\n")
     told: list[str] = []
     made(tmp_path, {"path": "f"}, report=told.append)
-    assert "a: note: 1 ids of user look like another one but are other characters (Unicode NFC and NFD)" in told
+    assert (
+        "a: note: 1 ids of user look like another one but are other characters (Unicode NFC "
+        "and NFD)"
+    ) in told
     assert "a: note: 1 ids of user hold control characters, e.g. 'v\\x00'" in told
 
 
@@ -378,17 +467,21 @@ def test_a_sequence_file_may_have_a_header(tmp_path):
     assert histories(made(tmp_path, {"path": "f", "layout": "sequence"})) == EXPECTED
 
 
-# -- specs ---------------------------------------------------------------------------------------------------------
+# -- specs -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("name: x\nrecipe: {}\nrecipe: {}\n", "not YAML: .*the key 'recipe' stands twice.* line 3"),
-        ("name: x\ndomains: {a: {interactions: {path: f, path: g}}}\n", "the key 'path' stands twice"),
+        (
+            "name: x\ndomains: {a: {interactions: {path: f, path: g}}}\n",
+            "the key 'path' stands twice",
+        ),
         (
             "name: x\ndomains: {a: {interactions: {path: f, seperator: ';'}}}\n",
-            r"wrong at domains\.a\.interactions\.seperator: no such key; did you mean separator\? Allowed: columns, encoding",
+            r"wrong at domains\.a\.interactions\.seperator: no such key; did you mean "
+            r"separator\? Allowed: columns, encoding",
         ),
         (
             "name: x\nrecipe: {core: 5}\ndomains: {}\n",
@@ -405,11 +498,15 @@ def test_wrong_specs_name_what_is_allowed(tmp_path, text, words):
 
 def test_a_spec_in_place_of_data_must_be_prepared_first(tmp_path):
     (tmp_path / "s.yaml").write_text("name: x\n")
-    with pytest.raises(CrossfedError, match=r"s\.yaml is a spec, which must be prepared first: crossfed data prepare"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"s\.yaml is a spec, which must be prepared first: "
+        r"crossfed data prepare",
+    ):
         PreparedData.open(tmp_path / "s.yaml")
 
 
-# -- no order ------------------------------------------------------------------------------------------------------
+# -- no order --------------------------------------------------------------------------------------
 
 
 def test_data_without_order(tmp_path):
@@ -417,7 +514,8 @@ def test_data_without_order(tmp_path):
     data = made(tmp_path, {"path": "f", "time": "none"})
     assert data.times("a") == "none"
     assert not np.any(data.interactions("a")[2])
-    assert histories(data) == EXPECTED  # the file's order is kept within a user, for those who say that they mean it
+    # the file's order is kept within a user, for those who say that they mean it
+    assert histories(data) == EXPECTED
     with pytest.raises(CrossfedError, match=r"has no column for time; .*`time: none` says so"):
         made(tmp_path, {"path": "f"}, out="again")
 

@@ -1,4 +1,6 @@
-"""Splits: counts by RecBole's rule, order by time, draws that other users do not shift, leaks refused."""
+"""Splits: counts by RecBole's rule, order by time, draws that other users do not shift, leaks
+refused.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def recbole_counts(n: int, ratios: tuple[float, ...] = (0.8, 0.1, 0.1)) -> list[
 def domain(seed: int = 0, n_users: int = 40, n_items: int = 60, low: int = 1, high: int = 35):
     """Random interactions without repeated pairs, in shuffled order, with many equal times."""
     rng = np.random.default_rng(seed)
-    rows = [(u, i) for u in range(n_users) for i in rng.permutation(n_items)[: rng.integers(low, high)]]
+    rows = [
+        (u, i) for u in range(n_users) for i in rng.permutation(n_items)[: rng.integers(low, high)]
+    ]
     users, items = np.array(rows, np.int64)[rng.permutation(len(rows))].T
     return users, items, rng.integers(0, 12, len(users)), n_users
 
@@ -38,8 +42,8 @@ def test_ratio_counts_are_recboles():
 
 
 def test_ratio_counts_by_hand():
-    """n=1: train keeps it. n=2: test takes one, then train has one left. n=9: both take one. n=10: one each by floor.
-    n=25: floor(2.5)=2 each, 21 left."""
+    """n=1: train keeps it. n=2: test takes one, then train has one left. n=9: both take one. n=10:
+    one each by floor. n=25: floor(2.5)=2 each, 21 left."""
     assert [c.tolist() for c in ratio_counts(np.array([1, 2, 9, 10, 25]))] == [
         [1, 1, 7, 8, 21],
         [0, 0, 1, 1, 2],
@@ -68,7 +72,9 @@ def test_random_draw_is_by_seed_and_not_shifted_by_other_users():
 
 
 def test_random_draw_is_even():
-    """Each of 20 items is in test with probability 2/20; over 4000 users the share's standard error is 0.0047."""
+    """Each of 20 items is in test with probability 2/20; over 4000 users the share's standard error
+    is 0.0047.
+    """
     users, items = np.repeat(np.arange(4000), 20), np.tile(np.arange(20), 4000)
     split = assign(users, items, np.zeros(80000), 4000, "ratio-80-10-10", seed=5)
     shares = np.bincount(items[split == 2], minlength=20) / 4000
@@ -94,11 +100,16 @@ def slow(users, items, times, rule):
 @given(st.integers(0, 10_000), st.sampled_from(["ratio-80-10-10-time", "leave-one-out"]))
 def test_time_rules_equal_a_slow_version(seed, rule):
     users, items, times, n_users = domain(seed, n_users=15, n_items=30, high=20)
-    assert assign(users, items, times, n_users, rule).tolist() == slow(users, items, times, rule).tolist()
+    assert (
+        assign(users, items, times, n_users, rule).tolist()
+        == slow(users, items, times, rule).tolist()
+    )
 
 
 def test_leave_one_out_ties_follow_the_given_order():
-    """User 0's three interactions are at one time: the last given is the test. User 1 has two: all train."""
+    """User 0's three interactions are at one time: the last given is the test. User 1 has two: all
+    train.
+    """
     users, items, times = [0, 0, 0, 1, 1], [7, 3, 5, 7, 3], [4, 4, 4, 1, 2]
     assert assign(users, items, times, 2, "leave-one-out").tolist() == [0, 1, 2, 0, 0]
 
@@ -113,7 +124,12 @@ def test_temporal_cut_keeps_equal_times_together():
     users, items, times, n_users = domain(3)
     split = assign(users, items, times, n_users, "temporal-cut")
     assert all(len(set(split[times == t])) == 1 for t in set(times))
-    assert times[split == 0].max() < times[split == 1].min() <= times[split == 1].max() < times[split == 2].min()
+    assert (
+        times[split == 0].max()
+        < times[split == 1].min()
+        <= times[split == 1].max()
+        < times[split == 2].min()
+    )
 
 
 @pytest.mark.parametrize("rule", SPLITS)
@@ -146,7 +162,9 @@ def test_a_swap_against_time_is_refused(rule):
 
 @pytest.mark.parametrize(("times", "part"), [([1, 2, 2, 3], "train"), ([1, 1, 2, 2], "validation")])
 def test_a_temporal_cut_may_not_part_equal_times(times, part):
-    """Rows 0 and 1 are train, row 2 is validation, row 3 is test; one time stands on both sides of a cut."""
+    """Rows 0 and 1 are train, row 2 is validation, row 3 is test; one time stands on both sides of
+    a cut.
+    """
     with pytest.raises(CrossfedError, match=f"out of time order: the {part} part reaches to 2"):
         check_leakage([0, 1, 2, 3], [0, 1, 2, 3], times, [0, 0, 1, 2], "temporal-cut")
 
@@ -165,10 +183,22 @@ def test_labels_are_checked():
 @pytest.mark.parametrize(
     ("rows", "rule", "words"),
     [
-        (([0, 0], [0, 1], [0, 1]), "thirds", "Unknown split 'thirds'; choose one of ratio-80-10-10"),
+        (
+            ([0, 0], [0, 1], [0, 1]),
+            "thirds",
+            "Unknown split 'thirds'; choose one of ratio-80-10-10",
+        ),
         (([], [], []), "leave-one-out", "no interactions"),
-        (([0, 0], [0, 1], [0, 1]), "leave-one-out", "no validation interactions because every user has too few"),
-        (([0, 1, 2], [0, 1, 2], [5, 5, 5]), "temporal-cut", "no validation interactions because all times"),
+        (
+            ([0, 0], [0, 1], [0, 1]),
+            "leave-one-out",
+            "no validation interactions because every user has too few",
+        ),
+        (
+            ([0, 1, 2], [0, 1, 2], [5, 5, 5]),
+            "temporal-cut",
+            "no validation interactions because all times",
+        ),
     ],
 )
 def test_impossible_splits(rows, rule, words):

@@ -1,4 +1,6 @@
-"""The prepared-data format: what is written is what is read, same input gives same bytes, and damage is told."""
+"""The prepared-data format: what is written is what is read, same input gives same bytes, and
+damage is told.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from crossfed.platform.errors import CrossfedError
 USERS, ITEMS, TIMES = [1, 0, 1, 0, 1], [2, 1, 0, 0, 1], [5, 9, 5, 3, 1]
 
 
-def write(path: Path, *, chunked: bool = False, recipe: dict | None = None, item_text: str = "soap") -> PreparedData:
+def write(
+    path: Path, *, chunked: bool = False, recipe: dict | None = None, item_text: str = "soap"
+) -> PreparedData:
     with Writer(path, recipe or {"k": 1}) as writer:
         if chunked:
             domain = writer.open_domain("b-1")
@@ -29,13 +33,23 @@ def write(path: Path, *, chunked: bool = False, recipe: dict | None = None, item
             domain.append_items(["i0", "i1"], [item_text, ""])
             domain.append_items(["i2"], ["pen — £"])
         else:
-            writer.add_domain("b-1", USERS, ITEMS, TIMES, ["u0", "u1"], ["i0", "i1", "i2"], [item_text, "", "pen — £"])
+            writer.add_domain(
+                "b-1",
+                USERS,
+                ITEMS,
+                TIMES,
+                ["u0", "u1"],
+                ["i0", "i1", "i2"],
+                [item_text, "", "pen — £"],
+            )
         writer.add_domain("a", [0, 1, 2], [0, 0, 0], [0, 0, 0], ["u1", "x", "u0"], ["i0"], ["cup"])
     return PreparedData.open(path)
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(path)): f.read_bytes() for f in sorted(path.rglob("*")) if f.is_file()}
+    return {
+        str(f.relative_to(path)): f.read_bytes() for f in sorted(path.rglob("*")) if f.is_file()
+    }
 
 
 def test_reads_back_sorted_by_user_time_and_given_order(tmp_path):
@@ -81,7 +95,8 @@ def test_overlap_of_pairs_and_of_all(tmp_path):
 
 
 def test_same_input_same_bytes_also_in_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "ROW_GROUP", 2)  # several row groups, none of which ends where a chunk ends
+    # several row groups, none of which ends where a chunk ends
+    monkeypatch.setattr(store, "ROW_GROUP", 2)
     write(tmp_path / "one")
     write(tmp_path / "two")
     write(tmp_path / "three", chunked=True)
@@ -120,12 +135,18 @@ def test_existing_directory_is_left_alone(tmp_path):
 
 def test_unwritable_place(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CrossfedError, match="Cannot write prepared data"), Writer(tmp_path / "file/d", {}):
+    with (
+        pytest.raises(CrossfedError, match="Cannot write prepared data"),
+        Writer(tmp_path / "file/d", {}),
+    ):
         pass
 
 
 def test_full_disk(tmp_path):
-    with pytest.raises(CrossfedError, match=r"Cannot write .*No space left"), Writer(tmp_path / "d", {}):
+    with (
+        pytest.raises(CrossfedError, match=r"Cannot write .*No space left"),
+        Writer(tmp_path / "d", {}),
+    ):
         raise OSError(28, "No space left on device")
     assert list(tmp_path.iterdir()) == []
 
@@ -148,7 +169,10 @@ def test_impossible_domains(tmp_path, arguments, words):
 
 
 def test_batches_of_one_user_are_refused(tmp_path):
-    with pytest.raises(CrossfedError, match="user 0 come after those of user 0"), Writer(tmp_path / "d", {}) as writer:
+    with (
+        pytest.raises(CrossfedError, match="user 0 come after those of user 0"),
+        Writer(tmp_path / "d", {}) as writer,
+    ):
         domain = writer.open_domain("a")
         domain.append_interactions([0], [0], [0])
         domain.append_interactions([0], [1], [1])
@@ -207,7 +231,9 @@ def test_names_in_a_manifest_do_not_lead_out_of_the_directory(tmp_path):
     path = write(tmp_path / "d").path
     before = (path / "manifest.json").read_text()
     for name in ("../evil", "/etc", "x/y", "..", "server", ""):
-        (path / "manifest.json").write_text(before.replace('"a/', f'"{name}/').replace('"a": {', f'"{name}": {{'))
+        (path / "manifest.json").write_text(
+            before.replace('"a/', f'"{name}/').replace('"a": {', f'"{name}": {{')
+        )
         with pytest.raises(CrossfedError, match=r"names a domain|disagrees with itself"):
             PreparedData.open(path)
     manifest = json.loads(before)
@@ -218,15 +244,21 @@ def test_names_in_a_manifest_do_not_lead_out_of_the_directory(tmp_path):
 
 
 def test_files_that_are_not_what_the_manifest_says(tmp_path):
-    """Other columns, other counts, numbers of users that there are not: told when they are read, whatever the hashes say."""
+    """Other columns, other counts, numbers of users that there are not: told when they are read,
+    whatever the hashes say.
+    """
     data = write(tmp_path / "d")
     file = data.path / "a/interactions.parquet"
     table = pq.read_table(file)
     told = {
         "other columns": table.drop_columns(["time"]),
         "rows where the manifest": pa.concat_tables([table, table]),
-        "user numbers lie outside": table.set_column(0, table.schema[0], pa.array([10**6] * len(table), pa.int32())),
-        "item numbers lie outside": table.set_column(1, table.schema[1], pa.array([-1] * len(table), pa.int32())),
+        "user numbers lie outside": table.set_column(
+            0, table.schema[0], pa.array([10**6] * len(table), pa.int32())
+        ),
+        "item numbers lie outside": table.set_column(
+            1, table.schema[1], pa.array([-1] * len(table), pa.int32())
+        ),
     }
     for words, changed in told.items():
         pq.write_table(changed, file)

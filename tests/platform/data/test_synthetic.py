@@ -34,7 +34,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
 
 def test_same_seed_same_bytes_in_another_process(small: PreparedData, tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from crossfed.platform.data.synthetic import PRESETS, generate\n"
+        "import sys; from pathlib import Path; from crossfed.platform.data.synthetic import "
+        "PRESETS, generate\n"
         "generate(Path(sys.argv[1]), **PRESETS['small'])"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "again")], check=True)
@@ -67,7 +68,10 @@ def test_sizes_activity_and_times(small: PreparedData) -> None:
         users, items, times = small.interactions(name)
         n_users, n_items = small.sizes(name)
         assert (n_users, n_items) == (PRESETS["small"]["users"], PRESETS["small"]["items"])
-        activity, sold = np.bincount(users, minlength=n_users), np.bincount(items, minlength=n_items)
+        activity, sold = (
+            np.bincount(users, minlength=n_users),
+            np.bincount(items, minlength=n_items),
+        )
         assert activity.min() == 5
         assert sold.min() >= 5
         assert abs(activity.mean() / PRESETS["small"]["interactions_per_user"] - 1) < 0.05
@@ -93,15 +97,26 @@ def test_overlap_is_exact(tmp_path: Path, overlap: float, shared: int) -> None:
     ids = [set(data.user_ids(name)) for name in data.domains]
     assert [len(names) for names in ids] == [300, 200, 250]
     assert (
-        len(ids[0] & ids[1]) == len(ids[0] & ids[2]) == len(ids[1] & ids[2]) == len(ids[0] & ids[1] & ids[2]) == shared
+        len(ids[0] & ids[1])
+        == len(ids[0] & ids[2])
+        == len(ids[1] & ids[2])
+        == len(ids[0] & ids[1] & ids[2])
+        == shared
     )
     assert [np.ptp(data.interactions(n)[0]) + 1 for n in data.domains] == [300, 200, 250]
 
 
 def test_shared_users_want_the_same_in_every_shop(tmp_path: Path) -> None:
-    """Profiles by shared attribute words of one person in two shops are closer than those of two people."""
+    """Profiles by shared attribute words of one person in two shops are closer than those of two
+    people.
+    """
     data = generate(
-        tmp_path / "x", domains=("office", "sports"), users=400, items=200, interactions_per_user=15, overlap=0.5
+        tmp_path / "x",
+        domains=("office", "sports"),
+        users=400,
+        items=200,
+        interactions_per_user=15,
+        overlap=0.5,
     )
     profiles = {name: attribute_profiles(data, name) for name in data.domains}
     one, other = data.user_ids("office"), data.user_ids("sports")
@@ -115,7 +130,9 @@ def test_shared_users_want_the_same_in_every_shop(tmp_path: Path) -> None:
 
 
 def attribute_profiles(data: PreparedData, name: str) -> npt.NDArray[np.float64]:
-    """How often each shared attribute value is in the texts a user bought, centred and of length one, [n_users, 80]."""
+    """How often each shared attribute value is in the texts a user bought, centred and of length
+    one, [n_users, 80].
+    """
     from crossfed.platform.data.synthetic import _SHARED
 
     values = [value for attribute in _SHARED.values() for value in attribute]
@@ -143,7 +160,9 @@ def test_text_is_readable_and_names_all_shared_attributes(small: PreparedData) -
 
 
 def test_text_tells_what_is_liked(small: PreparedData, tmp_path: Path) -> None:
-    """Held-out items of a user are closer in text to the rest of the history than items of like popularity are."""
+    """Held-out items of a user are closer in text to the rest of the history than items of like
+    popularity are.
+    """
     for name in small.domains:
         _, vectors, _ = ArtifactStore(tmp_path).ensure_text(small.item_texts(name), "hashing:512")
         users, items, _ = small.interactions(name)
@@ -174,7 +193,9 @@ def test_catalogue_that_few_users_must_cover(tmp_path: Path) -> None:
 
 
 def test_more_domains_than_shops_in_the_list(tmp_path: Path) -> None:
-    data = generate(tmp_path / "x", domains=len(shops()) + 1, users=20, items=20, interactions_per_user=5)
+    data = generate(
+        tmp_path / "x", domains=len(shops()) + 1, users=20, items=20, interactions_per_user=5
+    )
     assert data.domains[-1] == "kitchen-2"
     assert data.item_texts("kitchen-2") != data.item_texts("kitchen")
 
@@ -204,7 +225,9 @@ def test_sizes_that_cannot_be_met(tmp_path: Path, arguments: dict[str, object], 
 def test_ensure_generates_once(tmp_path: Path) -> None:
     sizes = {"domains": 1, "users": 50, "items": 40, "interactions_per_user": 6.0}
     found: list[Path] = []
-    threads = [threading.Thread(target=lambda: found.append(ensure(tmp_path, **sizes))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: found.append(ensure(tmp_path, **sizes))) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -223,16 +246,22 @@ def test_ensure_where_nothing_can_be_written(tmp_path: Path) -> None:
 
 
 def test_memory_stays_far_below_users_times_items(tmp_path: Path) -> None:
-    """25,000 × 20,000 in float32 would be 2 GB; 300,000 interactions take under 200 MB over what the imports take."""
+    """25,000 × 20,000 in float32 would be 2 GB; 300,000 interactions take under 200 MB over what
+    the imports take.
+    """
     program = (
-        "import resource, sys; from pathlib import Path; from crossfed.platform.data.synthetic import generate\n"
+        "import resource, sys; from pathlib import Path; from crossfed.platform.data.synthetic "
+        "import generate\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "before = peak()\n"
         "generate(Path(sys.argv[1]), 1, 25_000, 20_000, 12.0)\n"
         "print(peak() - before)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "x")], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, str(tmp_path / "x")],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert int(done.stdout) / 1024 < 200
 
@@ -246,7 +275,7 @@ def test_size_of_amazon_books_and_movies(tmp_path: Path) -> None:
     assert abs(data.manifest["domains"]["movies"]["interactions"] / 1_690_000 - 1) < 0.01
 
 
-# -- dials ---------------------------------------------------------------------------------------------------------
+# -- dials -----------------------------------------------------------------------------------------
 
 
 def liked_together(data: PreparedData, name: str) -> npt.NDArray[np.float64]:
@@ -273,10 +302,14 @@ def agreement(data: PreparedData) -> float:
 def dialled(tmp_path_factory: pytest.TempPathFactory) -> dict[float, PreparedData]:
     folder = tmp_path_factory.mktemp("dials")
     sizes = {"domains": 2, "users": 4000, "items": 800, "interactions_per_user": 12}
-    return {shared: generate(folder / str(shared), **sizes, shared=shared) for shared in (0.0, 0.5, 1.0)}
+    return {
+        shared: generate(folder / str(shared), **sizes, shared=shared) for shared in (0.0, 0.5, 1.0)
+    }
 
 
-def test_what_is_liked_together_is_common_by_as_much_as_the_dial_says(dialled: dict[float, PreparedData]) -> None:
+def test_what_is_liked_together_is_common_by_as_much_as_the_dial_says(
+    dialled: dict[float, PreparedData],
+) -> None:
     found = {shared: agreement(data) for shared, data in dialled.items()}
     assert abs(found[0.0]) < 0.3 < found[1.0]
     assert found[0.0] < found[0.5] < found[1.0]
@@ -292,17 +325,28 @@ def test_the_dial_changes_nobody_else(dialled: dict[float, PreparedData]) -> Non
 
 
 def test_text_without_taste_says_nothing_of_who_likes_what(tmp_path: Path) -> None:
-    """Which words are liked together is then chance: the mean |correlation| of two words falls to that of noise."""
+    """Which words are liked together is then chance: the mean |correlation| of two words falls to
+    that of noise.
+    """
     sizes = {"domains": 1, "users": 4000, "items": 800, "interactions_per_user": 12}
-    told, untold = (generate(tmp_path / str(dial), **sizes, taste_in_text=dial) for dial in (True, False))
-    sizes_of = [np.abs(liked_together(data, "kitchen")[np.triu_indices(16, 1)]).mean() for data in (told, untold)]
+    told, untold = (
+        generate(tmp_path / str(dial), **sizes, taste_in_text=dial) for dial in (True, False)
+    )
+    sizes_of = [
+        np.abs(liked_together(data, "kitchen")[np.triu_indices(16, 1)]).mean()
+        for data in (told, untold)
+    ]
     assert sizes_of[1] < 0.75 * sizes_of[0]
     for part in (0, 1, 2):  # who buys what is the same
-        assert np.array_equal(told.interactions("kitchen")[part], untold.interactions("kitchen")[part])
+        assert np.array_equal(
+            told.interactions("kitchen")[part], untold.interactions("kitchen")[part]
+        )
 
 
 def test_the_smallest_domain_is_as_small_as_wanted(tmp_path: Path) -> None:
-    data = generate(tmp_path / "x", domains=3, users=600, items=100, interactions_per_user=7, smallest=0.25)
+    data = generate(
+        tmp_path / "x", domains=3, users=600, items=100, interactions_per_user=7, smallest=0.25
+    )
     assert [data.sizes(name)[0] for name in data.domains] == [600, 600, 150]
 
 
@@ -316,7 +360,9 @@ def test_dials_as_by_default_leave_no_trace(small: PreparedData, tmp_path: Path)
     assert base.model_copy(update={"synthetic": Synthetic(shared=0.5)}).hash() != base.hash()
 
 
-@pytest.mark.parametrize("dial", [{"shared": 1.5}, {"shared": -0.1}, {"smallest": 0.0}, {"smallest": 2.0}])
+@pytest.mark.parametrize(
+    "dial", [{"shared": 1.5}, {"shared": -0.1}, {"smallest": 0.0}, {"smallest": 2.0}]
+)
 def test_dials_that_are_no_share_are_refused(dial: dict[str, float], tmp_path: Path) -> None:
     with pytest.raises(CrossfedError, match=f"{next(iter(dial))} is .*; it is a share of"):
         generate(tmp_path / "x", **dial)

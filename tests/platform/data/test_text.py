@@ -61,7 +61,9 @@ def test_join_fields_flattens_lists_and_keeps_the_stated_order() -> None:
         "price": 5.04,
     }
     fields = ["brand", "title", "categories", "absent", "description", "details", "price"]
-    assert join_fields(row, fields) == "Palette & Brush Beauty Makeup Face Soft Warm 15 ml rose 5.04"
+    assert join_fields(row, fields) == (
+        "Palette & Brush Beauty Makeup Face Soft Warm 15 ml rose 5.04"
+    )
 
 
 def test_join_fields_of_arrays_as_parquet_gives_them() -> None:
@@ -90,7 +92,8 @@ def test_hashing_encoder_has_one_space_at_every_domain() -> None:
     assert one.shape == (300, 64)
     assert one.dtype == np.float32
     assert here.id == there.id != make_encoder("hashing").id
-    # the same vector alone, in another order and from another object: nothing is fitted to the texts
+    # the same vector alone, in another order and from another object: nothing is fitted to the
+    # texts
     np.testing.assert_array_equal(one[7], there.encode(["rose soap", texts[7]])[1])
     np.testing.assert_allclose(np.linalg.norm(one, axis=1), 1.0, atol=1e-6)
 
@@ -108,7 +111,9 @@ def minilm():
     return make_encoder("minilm")
 
 
-def test_minilm_needs_no_network_and_restores_the_order(minilm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minilm_needs_no_network_and_restores_the_order(
+    minilm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import socket
 
     import torch
@@ -119,7 +124,12 @@ def test_minilm_needs_no_network_and_restores_the_order(minilm, monkeypatch: pyt
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    texts = ["towel", "a very long description of a cast iron frying pan " * 5, "soft blue towel", "towel"]
+    texts = [
+        "towel",
+        "a very long description of a cast iron frying pan " * 5,
+        "soft blue towel",
+        "towel",
+    ]
     threads, reports = torch.get_num_threads(), []
     vectors = minilm.encode(texts, lambda done, total: reports.append((done, total)))
     assert torch.get_num_threads() == threads
@@ -171,11 +181,15 @@ def test_senseless_encoder(spec: str, says: str) -> None:
         make_encoder(spec)
 
 
-def test_model_that_is_nowhere_is_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_model_that_is_nowhere_is_told_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for ask in (lambda encoder: encoder.id, lambda encoder: encoder.encode(["x"])):
-        with pytest.raises(CrossfedError, match="neither in the local Hugging Face cache") as raised:
+        with pytest.raises(
+            CrossfedError, match="neither in the local Hugging Face cache"
+        ) as raised:
             ask(make_encoder("nobody/no-such-model"))
         assert "\n" not in str(raised.value)
 
@@ -196,9 +210,17 @@ class _Numbers:
 
 def test_missing_text_rules() -> None:
     texts = ["2", "", "4", "  "]
-    np.testing.assert_array_equal(embed(texts, _Numbers(), "zero"), [[2, 1], [0, 0], [4, 1], [0, 0]])
-    np.testing.assert_array_equal(embed(texts, _Numbers(), "mean"), [[2, 1], [3, 1], [4, 1], [3, 1]])
-    with pytest.raises(CrossfedError, match=r"Domain shop: 2 of 4 items have no text \(rows 1, 3\)"):
+    np.testing.assert_array_equal(
+        embed(texts, _Numbers(), "zero"), [[2, 1], [0, 0], [4, 1], [0, 0]]
+    )
+    np.testing.assert_array_equal(
+        embed(texts, _Numbers(), "mean"), [[2, 1], [3, 1], [4, 1], [3, 1]]
+    )
+    with pytest.raises(
+        CrossfedError,
+        match=r"Domain shop: 2 of 4 items have no text \(rows 1, "
+        r"3\)",
+    ):
         embed(texts, _Numbers(), "error", "shop")
     with pytest.raises(CrossfedError, match="Domain shop: none of its 2 items has text"):
         embed(["", ""], _Numbers(), "zero", "shop")
@@ -207,5 +229,9 @@ def test_missing_text_rules() -> None:
 
 
 def test_broken_vectors_name_the_domain_and_the_rows() -> None:
-    with pytest.raises(CrossfedError, match=r"Domain shop: .* gave NaN or infinity for 2 of 4 items \(rows 1, 3\)"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"Domain shop: .* gave NaN or infinity for 2 of 4 "
+        r"items \(rows 1, 3\)",
+    ):
         embed(["2", "nan", "", "inf"], _Numbers(), "zero", "shop")

@@ -1,4 +1,6 @@
-"""Sampled candidates: never known, never twice, uniform, the same every time, and stored so that damage is noticed."""
+"""Sampled candidates: never known, never twice, uniform, the same every time, and stored so that
+damage is noticed.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,11 +18,14 @@ def known_items(rng, n_users, n_items, most):
     """Random known items per user, unsorted and partly repeated, as (indptr, items)."""
     rows = [rng.choice(n_items, rng.integers(0, most + 1), replace=False) for _ in range(n_users)]
     rows = [np.concatenate([row, row[:2]]) for row in rows]
-    return np.concatenate([[0], np.cumsum([len(row) for row in rows])]), np.concatenate(rows).astype(np.int64)
+    return np.concatenate([[0], np.cumsum([len(row) for row in rows])]), np.concatenate(
+        rows
+    ).astype(np.int64)
 
 
 @pytest.mark.parametrize(
-    ("n_items", "n", "most"), [(60, 5, 20), (60, 30, 30), (60, 40, 20), (5000, 99, 50), (400, 1, 399)]
+    ("n_items", "n", "most"),
+    [(60, 5, 20), (60, 30, 30), (60, 40, 20), (5000, 99, 50), (400, 1, 399)],
 )
 @pytest.mark.parametrize("block", [200, 2**21])
 def test_unknown_distinct_and_in_range(monkeypatch, n_items, n, most, block):
@@ -44,14 +49,16 @@ def test_all_that_is_left_is_drawn_when_just_enough():
 
 @pytest.mark.parametrize(("n_items", "n"), [(12, 3), (12, 7)])
 def test_every_unknown_item_is_equally_likely(n_items, n):
-    """20,000 users with the same two known items. Each of the 10 others comes n/10 of the time, and each pair equally often:
-    a chi-square of the pair counts, with a fixed seed, that drawing ends of rows more often would fail."""
+    """20,000 users with the same two known items. Each of the 10 others comes n/10 of the time, and
+    each pair equally often: a chi-square of the pair counts, with a fixed seed, that drawing ends
+    of rows more often would fail."""
     n_users = 20_000
     indptr, items = 2 * np.arange(n_users + 1), np.tile([3, 8], n_users)
     drawn = draw(np.arange(n_users), indptr, items, n_items, n, seed=11).items
     left = np.setdiff1d(np.arange(n_items), [3, 8])
     counts = np.bincount(drawn.ravel(), minlength=n_items)[left]
-    # Draws within a row exclude each other, which shrinks the variance of a count by (1 - n/10) and scales the statistic.
+    # Draws within a row exclude each other, which shrinks the variance of a count by (1 - n/10) and
+    # scales the statistic.
     expected = n_users * n / 10
     statistic = ((counts - expected) ** 2).sum() / (expected * (1 - n / 10) * 10 / 9)
     assert stats.chi2.sf(statistic, 9) > 0.001
@@ -110,7 +117,8 @@ def test_other_data_is_another_file(tmp_path):
     load_or_draw(tmp_path, "test", np.arange(20), indptr, (items + 1) % 300, 300, 9, 1)
     load_or_draw(tmp_path, "test", np.arange(20), indptr, items, 300, 9, 2)
     load_or_draw(tmp_path, "test", np.arange(20), indptr, items, 301, 9, 1)
-    shifted = np.concatenate([[0, indptr[1] - 1], indptr[2:]])  # one item more of user 1 and less of user 0
+    # one item more of user 1 and less of user 0
+    shifted = np.concatenate([[0, indptr[1] - 1], indptr[2:]])
     load_or_draw(tmp_path, "test", np.arange(20), shifted, items, 300, 9, 1)
     load_or_draw(tmp_path, "test", np.arange(20), indptr, items, 300, 8, 1)
     load_or_draw(tmp_path, "validation", np.arange(20), indptr, items, 300, 9, 1)
@@ -121,7 +129,12 @@ def test_racing_processes_agree(tmp_path):
     indptr, items = known_items(np.random.default_rng(0), 20, 300, 10)
     with ThreadPoolExecutor(4) as pool:
         ids = list(
-            pool.map(lambda _: load_or_draw(tmp_path, "test", np.arange(20), indptr, items, 300, 9, 1).id, range(8))
+            pool.map(
+                lambda _: (
+                    load_or_draw(tmp_path, "test", np.arange(20), indptr, items, 300, 9, 1).id
+                ),
+                range(8),
+            )
         )
     assert len(set(ids)) == 1 and len(list(tmp_path.iterdir())) == 1
 
@@ -149,4 +162,13 @@ def test_a_damaged_file_is_noticed(tmp_path, damage):
 def test_a_directory_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CrossfedError, match="cannot store the sampled candidates"):
-        load_or_draw(tmp_path / "file", "test", np.arange(1), np.array([0, 0]), np.array([], np.int64), 30, 9, 1)
+        load_or_draw(
+            tmp_path / "file",
+            "test",
+            np.arange(1),
+            np.array([0, 0]),
+            np.array([], np.int64),
+            30,
+            9,
+            1,
+        )

@@ -17,7 +17,9 @@ def test_it_is_the_mean_over_all_places_of_the_true_item(n, k):
     hits = np.eye(n, max(n, k), dtype=bool)
     measured = per_user_metrics(hits, np.ones(n, np.int64), [k])
     for name in ALL:
-        assert chance(f"{name}_at_{k}", n) == pytest.approx(measured[f"{name}_at_{k}"].mean(), rel=1e-12)
+        assert chance(f"{name}_at_{k}", n) == pytest.approx(
+            measured[f"{name}_at_{k}"].mean(), rel=1e-12
+        )
 
 
 def test_it_is_what_is_known_of_99_and_999_negatives():

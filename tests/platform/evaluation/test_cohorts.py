@@ -11,7 +11,11 @@ def test_bounds_of_the_paper():
     """Activities 1 and 7 are cold, 8 and 15 warm, 16 and 90 active."""
     values = {"ndcg_at_10": np.array([0.0, 0.5, 0.2, 0.4, 1.0, 0.8])}
     cohorts = by_activity(values, np.array([1, 7, 8, 15, 16, 90]))
-    assert [(cohort.name, cohort.n_users) for cohort in cohorts] == [("cold", 2), ("warm", 2), ("active", 2)]
+    assert [(cohort.name, cohort.n_users) for cohort in cohorts] == [
+        ("cold", 2),
+        ("warm", 2),
+        ("active", 2),
+    ]
     assert [cohort.means["ndcg_at_10"] for cohort in cohorts] == pytest.approx([0.25, 0.3, 0.9])
     assert [cohort.share for cohort in cohorts] == pytest.approx([1 / 3] * 3)
 
@@ -48,12 +52,20 @@ def test_one_user_has_no_interval():
 
 
 def test_own_bounds_and_an_empty_cohort():
-    cohorts = by_activity({"mrr_at_5": np.array([0.5, 1.0])}, np.array([2, 9]), (3, 5, 7), ("a", "b", "c", "d"))
+    cohorts = by_activity(
+        {"mrr_at_5": np.array([0.5, 1.0])}, np.array([2, 9]), (3, 5, 7), ("a", "b", "c", "d")
+    )
     assert [cohort.n_users for cohort in cohorts] == [1, 0, 0, 1]
-    assert cohorts[0].means == {"mrr_at_5": 0.5} and cohorts[1].means == {} and cohorts[3].means == {"mrr_at_5": 1.0}
+    assert (
+        cohorts[0].means == {"mrr_at_5": 0.5}
+        and cohorts[1].means == {}
+        and cohorts[3].means == {"mrr_at_5": 1.0}
+    )
 
 
-@pytest.mark.parametrize(("bounds", "names"), [((7, 7), "abc"), ((15, 7), "abc"), ((7,), "abc"), ((7, 15), "ab")])
+@pytest.mark.parametrize(
+    ("bounds", "names"), [((7, 7), "abc"), ((15, 7), "abc"), ((7,), "abc"), ((7, 15), "ab")]
+)
 def test_bad_bounds_are_told(bounds, names):
     with pytest.raises(CrossfedError, match="cohort bounds"):
         by_activity({}, np.array([1]), bounds, tuple(names))

@@ -1,4 +1,6 @@
-"""Ranking: against a slow version that sorts whole rows by the stated rule, and properties that must hold."""
+"""Ranking: against a slow version that sorts whole rows by the stated rule, and properties that
+must hold.
+"""
 
 import numpy as np
 import pytest
@@ -16,29 +18,45 @@ def csr(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([[0], mask.sum(axis=1).cumsum()]), np.nonzero(mask)[1]
 
 
-def run(scores: np.ndarray, seen: np.ndarray, truth: np.ndarray, ks, users=None, **options) -> Ranking:
-    """Rank with whole matrices: scores [n_users, n_items], seen and truth bool of the same shape."""
+def run(
+    scores: np.ndarray, seen: np.ndarray, truth: np.ndarray, ks, users=None, **options
+) -> Ranking:
+    """Rank with whole matrices: scores [n_users, n_items], seen and truth bool of the same shape.
+    """
     table = torch.as_tensor(scores)
     users = np.arange(len(scores)) if users is None else users
     return rank(
-        lambda batch: table[torch.from_numpy(batch)], users, *csr(seen), *csr(truth), scores.shape[1], ks, **options
+        lambda batch: table[torch.from_numpy(batch)],
+        users,
+        *csr(seen),
+        *csr(truth),
+        scores.shape[1],
+        ks,
+        **options,
     )
 
 
 def slow(scores, seen, truth, ks, candidates=None) -> tuple[dict, dict]:
-    """Sort every row by (score descending, held out last, item ascending); per-user metrics and coverage."""
+    """Sort every row by (score descending, held out last, item ascending); per-user metrics and
+    coverage.
+    """
     users = [user for user in range(len(scores)) if truth[user].any()]
     depth = max(ks)
     hits, lists = np.zeros((len(users), depth), bool), []
     for row, user in enumerate(users):
         allowed = [item for item in range(scores.shape[1]) if not seen[user, item]]
         if candidates is not None:
-            allowed = [item for item in allowed if item in candidates.items[user] or truth[user, item]]
+            allowed = [
+                item for item in allowed if item in candidates.items[user] or truth[user, item]
+            ]
         allowed.sort(key=lambda item: (-scores[user, item], truth[user, item], item))
         lists.append(allowed[:depth])
         hits[row, : len(allowed[:depth])] = truth[user, allowed[:depth]]
     n_truth = truth[users].sum(axis=1)
-    coverage = {f"coverage_at_{k}": len({item for items in lists for item in items[:k]}) / scores.shape[1] for k in ks}
+    coverage = {
+        f"coverage_at_{k}": len({item for items in lists for item in items[:k]}) / scores.shape[1]
+        for k in ks
+    }
     return per_user_metrics(hits, n_truth, ks), coverage
 
 
@@ -72,7 +90,9 @@ def test_equal_to_sorting_whole_rows(values, dtype):
 
 
 cases = st.builds(
-    lambda seed, n_users, n_items, values: random_case(np.random.default_rng(seed), n_users, n_items, values),
+    lambda seed, n_users, n_items, values: random_case(
+        np.random.default_rng(seed), n_users, n_items, values
+    ),
     st.integers(0, 10**6),
     st.integers(1, 12),
     st.integers(2, 15),
@@ -102,7 +122,9 @@ def test_permuting_users_permutes_values(case, seed):
 @settings(deadline=None, max_examples=40)
 @given(case=cases, extra=st.integers(1, 5), best=st.booleans())
 def test_masked_items_change_nothing(case, extra, best):
-    """Seen items appended to the catalogue, at the highest or the lowest score, leave every user's values as they were."""
+    """Seen items appended to the catalogue, at the highest or the lowest score, leave every user's
+    values as they were.
+    """
     scores, seen, truth = case
     more = ((0, 0), (0, extra))
     wider = run(
@@ -125,12 +147,16 @@ def test_raising_a_held_out_item_never_hurts(case, user):
     better = scores.copy()
     better[user, np.flatnonzero(truth[user])[0]] += 3
     before, after = run(scores, seen, truth, [1, 3]), run(better, seen, truth, [1, 3])
-    assert all((after.per_user[name] >= values - 1e-12).all() for name, values in before.per_user.items())
+    assert all(
+        (after.per_user[name] >= values - 1e-12).all() for name, values in before.per_user.items()
+    )
 
 
 @pytest.mark.parametrize("place", [0, 4, 9])
 def test_a_constant_scorer_puts_the_truth_last(place):
-    """Ten items, two of them seen, one held out: its rank is 8 of 8, wherever it stands in the catalogue."""
+    """Ten items, two of them seen, one held out: its rank is 8 of 8, wherever it stands in the
+    catalogue.
+    """
     truth, seen = np.zeros((1, 10), bool), np.zeros((1, 10), bool)
     truth[0, place] = True
     seen[0, [1, 2]] = True
@@ -141,11 +167,18 @@ def test_a_constant_scorer_puts_the_truth_last(place):
 
 def test_a_tie_counts_against_the_truth():
     """Item 0 is held out and shares its score with 1 and 2; 3 scores less: rank 3."""
-    ranking = run(np.array([[5.0, 5.0, 5.0, 1.0]]), np.zeros((1, 4), bool), np.eye(1, 4, dtype=bool), [1, 2, 3])
+    ranking = run(
+        np.array([[5.0, 5.0, 5.0, 1.0]]),
+        np.zeros((1, 4), bool),
+        np.eye(1, 4, dtype=bool),
+        [1, 2, 3],
+    )
     assert [ranking.macro[f"hit_rate_at_{k}"] for k in (1, 2, 3)] == [0, 0, 1]
 
 
-@pytest.mark.parametrize(("scores", "dtype"), [([1.0, 1.0 + 1e-12], np.float64), ([2**24, 2**24 + 1], np.int64)])
+@pytest.mark.parametrize(
+    ("scores", "dtype"), [([1.0, 1.0 + 1e-12], np.float64), ([2**24, 2**24 + 1], np.int64)]
+)
 def test_scores_that_single_precision_takes_for_equal_are_told_apart(scores, dtype):
     """The held-out item 1 is ahead by less than float32 can hold; as a tie it would come second."""
     seen, truth = np.zeros((1, 2), bool), np.array([[False, True]])
@@ -157,13 +190,22 @@ def test_an_expanded_scorer_is_left_alone():
     popularity = torch.arange(6.0)
     seen, truth = np.zeros((3, 6), bool), np.zeros((3, 6), bool)
     seen[:, 5], truth[:, 4] = True, True
-    ranking = rank(lambda users: popularity.expand(len(users), 6), np.arange(3), *csr(seen), *csr(truth), 6, [1])
+    ranking = rank(
+        lambda users: popularity.expand(len(users), 6),
+        np.arange(3),
+        *csr(seen),
+        *csr(truth),
+        6,
+        [1],
+    )
     assert ranking.macro["recall_at_1"] == 1
     assert popularity.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_minus_infinity_on_an_unseen_item_is_still_better_than_masked():
-    """Items 0 and 1 seen; 2 free and 3 held out, both at -inf: ranks 1 and 2, and nothing else is recommended."""
+    """Items 0 and 1 seen; 2 free and 3 held out, both at -inf: ranks 1 and 2, and nothing else is
+    recommended.
+    """
     seen, truth = np.array([[True, True, False, False]]), np.array([[False, False, False, True]])
     ranking = run(np.array([[9.0, 8.0, -np.inf, -np.inf]]), seen, truth, [1, 2, 4])
     assert [ranking.macro[f"hit_rate_at_{k}"] for k in (1, 2)] == [0, 1]
@@ -174,7 +216,9 @@ def test_users_without_truth_are_left_out():
     truth = np.zeros((3, 5), bool)
     truth[1, 2] = True
     ranking = run(np.arange(15.0).reshape(3, 5), np.zeros((3, 5), bool), truth, [5])
-    assert ranking.users.tolist() == [1] and ranking.n_users == 1 and ranking.n_truth.tolist() == [1]
+    assert (
+        ranking.users.tolist() == [1] and ranking.n_users == 1 and ranking.n_truth.tolist() == [1]
+    )
     assert ranking.macro["mrr_at_5"] == pytest.approx(1 / 3)
     assert ranking.candidates == "full:5"
 
@@ -196,10 +240,14 @@ def test_candidates_equal_sorting_them():
     for values in (None, 1, 3):
         scores, seen, truth = random_case(rng, 30, 80, values)
         known = seen | truth
-        items = np.stack([np.sort(rng.choice(np.flatnonzero(~row), 9, replace=False)) for row in known])
+        items = np.stack(
+            [np.sort(rng.choice(np.flatnonzero(~row), 9, replace=False)) for row in known]
+        )
         candidates = Candidates(np.arange(30), items.astype(np.int32), 80)
         for block in (80, 1000, None):
-            ranking = run(scores, seen, truth, [1, 5, 15], candidates=candidates, block_entries=block)
+            ranking = run(
+                scores, seen, truth, [1, 5, 15], candidates=candidates, block_entries=block
+            )
             assert_equal_to_slow(ranking, scores, seen, truth, [1, 5, 15], candidates)
             assert ranking.candidates == candidates.id
 
@@ -213,9 +261,12 @@ def test_candidates_of_other_users_are_refused():
 
 @pytest.mark.parametrize("clash", ["seen", "truth"])
 def test_candidates_of_other_data_are_refused(clash):
-    """A candidate that the user has seen, or that is held out, was drawn from other interactions."""
+    """A candidate that the user has seen, or that is held out, was drawn from other interactions.
+    """
     seen, truth = np.array([[True, False, False, False]]), np.array([[False, True, False, False]])
-    candidates = Candidates(np.array([0]), np.array([[0 if clash == "seen" else 1, 2]], np.int32), 4)
+    candidates = Candidates(
+        np.array([0]), np.array([[0 if clash == "seen" else 1, 2]], np.int32), 4
+    )
     with pytest.raises(CrossfedError, match="other data"):
         run(np.zeros((1, 4)), seen, truth, [1], candidates=candidates)
 
@@ -261,14 +312,18 @@ def test_cut_offs_must_be_positive(ks):
 
 
 def test_mrr_without_a_cut_off_is_the_place_of_the_first_hit_in_the_whole_order() -> None:
-    """Against a sort of all unseen items by (score falling, free before held out), with many ties, in two block sizes."""
+    """Against a sort of all unseen items by (score falling, free before held out), with many ties,
+    in two block sizes.
+    """
     rng = np.random.default_rng(0)
     n_users, n_items = 30, 40
     scores = rng.integers(0, 6, (n_users, n_items)).astype(np.float32)
     scores[3] = -np.inf
     items = [rng.permutation(n_items) for _ in range(n_users)]
     seen, truth = [row[:5] for row in items], [row[5 : 5 + rng.integers(1, 4)] for row in items]
-    pointers = [np.concatenate([[0], np.cumsum([len(row) for row in rows])]) for rows in (seen, truth)]
+    pointers = [
+        np.concatenate([[0], np.cumsum([len(row) for row in rows])]) for rows in (seen, truth)
+    ]
     flat = [np.concatenate(rows) for rows in (seen, truth)]
     expected = []
     for user in range(n_users):

@@ -1,4 +1,6 @@
-"""Paired tests, their effect sizes and intervals, each checked against statsmodels, scipy or a case solved by hand."""
+"""Paired tests, their effect sizes and intervals, each checked against statsmodels, scipy or a case
+solved by hand.
+"""
 
 import numpy as np
 import pytest
@@ -19,11 +21,16 @@ def test_users_are_paired_by_row_number():
 
 
 def test_t_statistic_by_hand():
-    """Differences 1, 2, 3: mean 2, deviation 1, standard error 1/√3, t = 2√3 with 2 degrees of freedom; all ranks in favour."""
-    result = compare(np.arange(3), np.array([2.0, 4.0, 6.0]), np.arange(3), np.array([1.0, 2.0, 3.0]))
+    """Differences 1, 2, 3: mean 2, deviation 1, standard error 1/√3, t = 2√3 with 2 degrees of
+    freedom; all ranks in favour.
+    """
+    result = compare(
+        np.arange(3), np.array([2.0, 4.0, 6.0]), np.arange(3), np.array([1.0, 2.0, 3.0])
+    )
     assert result.n == 3 and result.difference == pytest.approx(2)
     assert result.t_p == pytest.approx(2 * stats.t.sf(2 * np.sqrt(3), 2))
-    assert result.wilcoxon_p == pytest.approx(2 / 2**3)  # all signs equal: 2 of the 2³ assignments are as extreme
+    # all signs equal: 2 of the 2³ assignments are as extreme
+    assert result.wilcoxon_p == pytest.approx(2 / 2**3)
     half = stats.t.ppf(0.975, 2) / np.sqrt(3)
     assert (result.low, result.high) == (pytest.approx(2 - half), pytest.approx(2 + half))
     assert (result.d, result.rank_biserial) == (pytest.approx(2), 1)
@@ -49,9 +56,16 @@ def test_agrees_with_statsmodels_and_scipy(n):
     assert result.t_p == pytest.approx(told.ttest_mean(0)[1])
     assert result.d == pytest.approx(told.ttest_mean(0)[0] / np.sqrt(n))
     assert result.wilcoxon_p == pytest.approx(stats.wilcoxon(other, base).pvalue)
-    up, down = stats.wilcoxon(other, base, alternative="greater"), stats.wilcoxon(base, other, alternative="greater")
-    assert result.rank_biserial == pytest.approx((up.statistic - down.statistic) / (up.statistic + down.statistic))
-    assert reverse.difference == pytest.approx(-result.difference) and reverse.d == pytest.approx(-result.d)
+    up, down = (
+        stats.wilcoxon(other, base, alternative="greater"),
+        stats.wilcoxon(base, other, alternative="greater"),
+    )
+    assert result.rank_biserial == pytest.approx(
+        (up.statistic - down.statistic) / (up.statistic + down.statistic)
+    )
+    assert reverse.difference == pytest.approx(-result.difference) and reverse.d == pytest.approx(
+        -result.d
+    )
     wider = compare(users, other, users, base, confidence=0.99)
     assert (wider.low, wider.high) == pytest.approx(told.tconfint_mean(0.01))
 
@@ -88,7 +102,9 @@ def test_holm_by_hand():
 
 
 def test_holm_keeps_order_and_stays_below_one():
-    """0.3 and 0.31 of three: 3·0.2 = 0.6, 2·0.3 = 0.6, then 0.31 is raised to 0.6. And 2·0.8 is cut to 1."""
+    """0.3 and 0.31 of three: 3·0.2 = 0.6, 2·0.3 = 0.6, then 0.31 is raised to 0.6. And 2·0.8 is cut
+    to 1.
+    """
     assert holm({"a": 0.2, "b": 0.3, "c": 0.31}) == pytest.approx({"a": 0.6, "b": 0.6, "c": 0.6})
     assert holm({"a": 0.8, "b": 0.9}) == {"a": 1, "b": 1}
     assert holm({}) == {}

@@ -1,4 +1,6 @@
-"""How the driver waits for its nodes: who is late, who is silent, whose error is told. Ray and the clock are stood in for."""
+"""How the driver waits for its nodes: who is late, who is silent, whose error is told. Ray and the
+clock are stood in for.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_results_come_by_name_whoever_is_first(world: World) -> None:
 def test_the_late_are_named_with_the_seconds_of_the_others(world: World) -> None:
     refs = {"books": Answer(99), "films": Answer(1.25), "games": Answer(99)}
     with pytest.raises(
-        NodeLost, match=r"^books, games had no answer 10 s after round 3 of stage mean began .*films 1\.2 s$"
+        NodeLost,
+        match=r"^books, games had no answer 10 s after round 3 of stage mean began "
+        r".*films 1\.2 s$",
     ):
         nodes({}, 10)._collect(refs)
     assert world.now == 10
@@ -114,14 +118,20 @@ def test_a_dead_node_is_seen_while_another_is_still_at_work(world: World) -> Non
 
 
 def test_a_process_that_is_silent_is_lost_long_before_the_deadline(world: World) -> None:
-    actors = {"server": Actor(world), "books": Actor(world, delay=1e9), "films": Actor(world, delay=3)}
+    actors = {
+        "server": Actor(world),
+        "books": Actor(world, delay=1e9),
+        "films": Actor(world, delay=3),
+    }
     with pytest.raises(NodeLost, match=r"books was lost: its process has not answered for \d+ s"):
         nodes(actors, 10_000, heartbeat=60)._collect({"films": Answer(9000)})
     assert 60 < world.now <= 60 + 2 * 10
 
 
 def test_a_slow_step_of_a_process_that_answers_is_waited_for(world: World) -> None:
-    found = nodes({"books": Actor(world, delay=20)}, 10_000, heartbeat=60)._collect({"books": Answer(9000, "b")})
+    found = nodes({"books": Actor(world, delay=20)}, 10_000, heartbeat=60)._collect(
+        {"books": Answer(9000, "b")}
+    )
     assert found == {"books": "b"} and len(world.asked) > 100
 
 
@@ -148,15 +158,23 @@ def test_a_lost_message_and_a_full_store_are_told_as_such(world: World) -> None:
 
     with pytest.raises(NodeLost, match="a message to books was lost"):
         nodes({}, 10)._collect({"books": Answer(1, raised(OwnerDiedError("ab", None, "owner")))})
-    with pytest.raises(CrossfedError, match=r"books could not keep its messages: .*larger object store"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"books could not keep its messages: .*larger "
+        r"object store",
+    ):
         nodes({}, 10)._collect({"books": Answer(2, raised(ObjectStoreFullError("full")))})
 
 
-@pytest.mark.parametrize(("restarting", "losses", "tried"), [(True, 3, 4), (False, 3, 1), (True, 1000, 32)])
+@pytest.mark.parametrize(
+    ("restarting", "losses", "tried"), [(True, 3, 4), (False, 3, 1), (True, 1000, 32)]
+)
 def test_a_start_that_makes_a_loss_good_goes_on_until_ray_has_noticed_it(
     world: World, monkeypatch: pytest.MonkeyPatch, restarting: bool, losses: int, tried: int
 ) -> None:
-    """Ray places actors on a machine that is gone until it misses it; that is the same loss, not another one."""
+    """Ray places actors on a machine that is gone until it misses it; that is the same loss, not
+    another one.
+    """
     builds: list[bool] = []
 
     def build(_plan: object, _say: object) -> None:
@@ -166,9 +184,15 @@ def test_a_start_that_makes_a_loss_good_goes_on_until_ray_has_noticed_it(
 
     made = nodes({}, 10)
     made.restarting = restarting
-    for name, value in {"_build": build, "stop": lambda: None, "each": lambda call, args: {}}.items():
+    for name, value in {
+        "_build": build,
+        "stop": lambda: None,
+        "each": lambda call, args: {},
+    }.items():
         monkeypatch.setattr(made, name, value)
-    monkeypatch.setattr(ray_nodes.time, "sleep", lambda seconds: setattr(world, "now", world.now + seconds))
+    monkeypatch.setattr(
+        ray_nodes.time, "sleep", lambda seconds: setattr(world, "now", world.now + seconds)
+    )
     plan = SimpleNamespace(config=SimpleNamespace(resources=Resources(start_timeout=30)))
     if losses >= tried:
         with pytest.raises(NodeLost):
@@ -178,10 +202,12 @@ def test_a_start_that_makes_a_loss_good_goes_on_until_ray_has_noticed_it(
     assert len(builds) == tried
 
 
-# -- starting ------------------------------------------------------------------------------------------------------
+# -- starting --------------------------------------------------------------------------------------
 
 
-def start(world: World, actors: dict[str, Actor], refs: dict[str, Answer], limit: float = 120) -> dict[str, Any]:
+def start(
+    world: World, actors: dict[str, Actor], refs: dict[str, Answer], limit: float = 120
+) -> dict[str, Any]:
     placed = nodes({}, 21_600)
     return placed._collect(refs, ray_nodes._Starting(actors, limit))
 
@@ -189,7 +215,10 @@ def start(world: World, actors: dict[str, Actor], refs: dict[str, Answer], limit
 def test_a_start_that_shows_life_is_waited_for(world: World) -> None:
     """All import torch for ten minutes, and answer meanwhile: five times the time-out."""
     actors = {"server": Actor(world), "books": Actor(world, delay=30)}
-    assert start(world, actors, {"server": Answer(600, 1), "books": Answer(650, 2)}) == {"server": 1, "books": 2}
+    assert start(world, actors, {"server": Answer(600, 1), "books": Answer(650, 2)}) == {
+        "server": 1,
+        "books": 2,
+    }
 
 
 def test_processes_that_start_one_after_the_other_are_waited_for(world: World) -> None:
@@ -200,11 +229,13 @@ def test_processes_that_start_one_after_the_other_are_waited_for(world: World) -
 
 
 def test_a_start_without_a_sign_of_life_ends_with_advice(world: World) -> None:
-    """The server is up, answers, and proves nothing for books; the clock runs from when it came up."""
+    """The server is up, answers, and proves nothing for books; the clock runs from when it came up.
+    """
     actors = {"server": Actor(world), "books": Actor(world, delay=1e9)}
     with pytest.raises(
         CrossfedError,
-        match=r"^books did not start: no sign of life for 1[2-4]\d s \(resources\.start_timeout=120\).* busy, wait .*"
+        match=r"^books did not start: no sign of life for 1[2-4]\d s "
+        r"\(resources\.start_timeout=120\).* busy, wait .*"
         r"--concurrent.* --set resources\.start_timeout=240\.$",
     ):
         start(world, actors, {"server": Answer(50), "books": Answer(1e9)})
@@ -220,11 +251,15 @@ def test_an_actor_is_made_of_a_module_that_imports_no_torch() -> None:
         "import sys, crossfed.platform.federation.ray_actor\n"
         "print([name for name in ('torch', 'mlflow', 'pandas', 'scipy') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
-def test_a_run_says_what_it_waits_for_before_its_first_round(ray_cluster: None, shops: Path, tmp_path: Path) -> None:
+def test_a_run_says_what_it_waits_for_before_its_first_round(
+    ray_cluster: None, shops: Path, tmp_path: Path
+) -> None:
     view, notes = make_progress("quiet"), []
     view.note = notes.append  # type: ignore[method-assign]
     values = {"data": shops, "out": tmp_path, "tracking.enabled": False}

@@ -1,4 +1,6 @@
-"""Transfer controls: what each delivers, that the rest of a run stays honest, and toys whose answer is known."""
+"""Transfer controls: what each delivers, that the rest of a run stays honest, and toys whose answer
+is known.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from made_runs import make_run
 from toy_controls import twins
 
 
-def config(method: str, data: Path, out: Path, *sets: str, backend: str = "inprocess", seed: int = 0) -> RunConfig:
+def config(
+    method: str, data: Path, out: Path, *sets: str, backend: str = "inprocess", seed: int = 0
+) -> RunConfig:
     values = {"data": data, "out": out, "backend": backend, "seed": seed, "tracking.enabled": False}
     return build(method, sets=["tracking.artifacts=false", *sets], values=values)
 
@@ -62,7 +66,8 @@ def test_noise_draws_integers_from_their_own_entries() -> None:
 
 
 @pytest.mark.parametrize(
-    "sent", [np.array([5], np.int64), np.array([[2.5]], np.float32), np.array(1.5), np.zeros((0, 3))]
+    "sent",
+    [np.array([5], np.int64), np.array([[2.5]], np.float32), np.array(1.5), np.zeros((0, 3))],
 )
 def test_noise_leaves_a_single_entry_as_it_is(sent: np.ndarray) -> None:
     np.testing.assert_array_equal(noise(sent, np.random.default_rng(1)), sent)
@@ -78,7 +83,9 @@ def test_shuffle_permutes_whole_rows() -> None:
 
 def inbox(seed: int) -> dict[str, dict[str, np.ndarray]]:
     rng = np.random.default_rng(seed)
-    found = {name: {"a": rng.normal(size=(9, 2)), "b": rng.normal(size=(9, 2))} for name in ("x", "y")}
+    found = {
+        name: {"a": rng.normal(size=(9, 2)), "b": rng.normal(size=(9, 2))} for name in ("x", "y")
+    }
     for payload in found.values():
         for value in payload.values():
             value.setflags(write=False)
@@ -88,13 +95,25 @@ def inbox(seed: int) -> dict[str, dict[str, np.ndarray]]:
 @pytest.mark.parametrize("control", ["noise", "shuffle"])
 def test_every_draw_has_a_place_of_its_own(control: Any) -> None:
     def got(
-        seed: int = 0, node: str = "n", stage: str = "s", round: int = 1, part: str = "each", phase: int = 0
+        seed: int = 0,
+        node: str = "n",
+        stage: str = "s",
+        round: int = 1,
+        part: str = "each",
+        phase: int = 0,
     ) -> Any:
         found = Delivery(control, seed, node)(stage, round, part, phase, inbox(0))
         return found["x"]["a"]
 
     np.testing.assert_array_equal(got(), got())
-    other = [got(seed=1), got(node="m"), got(stage="t"), got(round=2), got(part="open"), got(phase=1)]
+    other = [
+        got(seed=1),
+        got(node="m"),
+        got(stage="t"),
+        got(round=2),
+        got(part="open"),
+        got(phase=1),
+    ]
     assert not any(np.array_equal(got(), value) for value in other)
 
 
@@ -102,7 +121,9 @@ def test_every_draw_has_a_place_of_its_own(control: Any) -> None:
 def test_senders_and_keys_are_drawn_apart(control: Any) -> None:
     """The same array under two keys and from two senders arrives as four."""
     one = np.arange(40.0).reshape(20, 2)
-    got = Delivery(control, 0, "n")("s", 1, "each", 0, {name: {"a": one, "b": one} for name in ("x", "y")})
+    got = Delivery(control, 0, "n")(
+        "s", 1, "each", 0, {name: {"a": one, "b": one} for name in ("x", "y")}
+    )
     arrived = [got[sender][key].tobytes() for sender in ("x", "y") for key in ("a", "b")]
     assert len(set(arrived)) == 4
 
@@ -139,7 +160,7 @@ def test_without_a_control_the_inbox_itself_is_delivered() -> None:
     assert Delivery("none", 0, "n")("s", 1, "each", 0, sent) is sent
 
 
-# -- whole runs ----------------------------------------------------------------------------------------------------
+# -- whole runs ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -149,24 +170,34 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_deaf_method_shows_no_difference(data: Path, tmp_path: Path) -> None:
     runs = {
-        control: run_recorded(config("toy_controls:DEAF", data, tmp_path, f"control={control}"), finish=final_test)
+        control: run_recorded(
+            config("toy_controls:DEAF", data, tmp_path, f"control={control}"), finish=final_test
+        )
         for control in ("none", *CONTROLS)
     }
     honest = runs.pop("none")
     users = [pd.read_parquet(file) for file in sorted((honest.run_dir / "per_user").iterdir())]
     for control, run in runs.items():
-        assert run.result["control"] == control and f"deaf-{control}-s0-" in run.run_dir.name.lower()
-        assert numbers(run) == numbers(honest) and history(run) == history(honest) and ledger(run) == ledger(honest)
+        assert (
+            run.result["control"] == control and f"deaf-{control}-s0-" in run.run_dir.name.lower()
+        )
+        assert (
+            numbers(run) == numbers(honest)
+            and history(run) == history(honest)
+            and ledger(run) == ledger(honest)
+        )
         for mine, file in zip(users, sorted((run.run_dir / "per_user").iterdir()), strict=True):
             pd.testing.assert_frame_equal(mine, pd.read_parquet(file), check_exact=True)
 
 
 def test_a_method_that_copies_loses_all_of_its_gain(data: Path, tmp_path: Path) -> None:
-    """Every held-out item is one of 20 in demand, and each user has bought 8 of them before: the peer's demand finds
-    all of the truth among the first 20, a guess a fiftieth of it. The first message says nothing, so that under "stale"
-    the toy is bit for bit the one that lives alone."""
+    """Every held-out item is one of 20 in demand, and each user has bought 8 of them before: the
+    peer's demand finds all of the truth among the first 20, a guess a fiftieth of it. The first
+    message says nothing, so that under "stale" the toy is bit for bit the one that lives alone."""
     runs = {
-        name: run_recorded(config(f"toy_controls:{method}", data, tmp_path, *sets), finish=final_test)
+        name: run_recorded(
+            config(f"toy_controls:{method}", data, tmp_path, *sets), finish=final_test
+        )
         for name, method, sets in [
             ("local", "ALONE", ()),
             ("honest", "COPIES", ()),
@@ -203,14 +234,18 @@ def test_resumed_equals_uninterrupted(control: str, data: Path, tmp_path: Path) 
     broken: list[Path] = []
     with pytest.raises(Stop):
         run_recorded(
-            config("toy_controls:COPIES", data, tmp_path / "broken", *sets), on_round=stop, started=broken.append
+            config("toy_controls:COPIES", data, tmp_path / "broken", *sets),
+            on_round=stop,
+            started=broken.append,
         )
     resumed = run_recorded(stored_config(broken[0]), resume=broken[0])
     assert numbers(resumed) == numbers(straight) and history(resumed) == history(straight)
 
 
 def test_stale_survives_a_resume_in_the_node_that_received(data: Path, tmp_path: Path) -> None:
-    """The first message is nought; were it forgotten by the resume, round 3 would take round 3's for the first."""
+    """The first message is nought; were it forgotten by the resume, round 3 would take round 3's
+    for the first.
+    """
 
     def stop(row: Any) -> None:
         if row.step == 2:
@@ -219,7 +254,9 @@ def test_stale_survives_a_resume_in_the_node_that_received(data: Path, tmp_path:
     started: list[Path] = []
     with pytest.raises(KeyboardInterrupt):
         run_recorded(
-            config("toy_controls:COPIES", data, tmp_path, "control=stale"), on_round=stop, started=started.append
+            config("toy_controls:COPIES", data, tmp_path, "control=stale"),
+            on_round=stop,
+            started=started.append,
         )
     resumed = run_recorded(stored_config(started[0]), resume=started[0])
     assert [row["metrics"]["train/left/told"] for row in history(resumed)] == [0.0, 0.0, 0.0]
@@ -228,24 +265,44 @@ def test_stale_survives_a_resume_in_the_node_that_received(data: Path, tmp_path:
 @pytest.mark.parametrize("control", ["stale", pytest.param("noise", marks=pytest.mark.slow)])
 def test_in_process_equals_ray(control: str, data: Path, tmp_path: Path, ray_cluster: None) -> None:
     runs = [
-        run_recorded(config("toy_controls:COPIES", data, tmp_path / backend, f"control={control}", backend=backend))
+        run_recorded(
+            config(
+                "toy_controls:COPIES",
+                data,
+                tmp_path / backend,
+                f"control={control}",
+                backend=backend,
+            )
+        )
         for backend in ("inprocess", "ray")
     ]
     assert numbers(runs[0]) == numbers(runs[1]) and history(runs[0]) == history(runs[1])
 
 
-# -- configuration, labels -----------------------------------------------------------------------------------------
+# -- configuration, labels -------------------------------------------------------------------------
 
 
-def test_the_hash_of_an_honest_run_is_what_it_was_and_each_control_has_its_own(data: Path, tmp_path: Path) -> None:
-    hashes = {config("toys:AVERAGE", data, tmp_path, f"control={c}").hash() for c in ("none", *CONTROLS)}
+def test_the_hash_of_an_honest_run_is_what_it_was_and_each_control_has_its_own(
+    data: Path, tmp_path: Path
+) -> None:
+    hashes = {
+        config("toys:AVERAGE", data, tmp_path, f"control={c}").hash() for c in ("none", *CONTROLS)
+    }
     assert len(hashes) == 4 and config("toys:AVERAGE", data, tmp_path).hash() in hashes
     assert RunConfig(method="toys:AVERAGE").hash() == "a9f81738bd3d"
 
 
 def test_a_figure_of_a_controlled_run_says_so() -> None:
-    result = {"method": "m", "preset": "p", "data": {"name": "d", "synthetic": False}, "protocol": "x", "seed": 1}
-    assert figures.About.of({**result, "control": "noise"}).line() == "m (p, control noise) · d · x · seed 1"
+    result = {
+        "method": "m",
+        "preset": "p",
+        "data": {"name": "d", "synthetic": False},
+        "protocol": "x",
+        "seed": 1,
+    }
+    assert figures.About.of({**result, "control": "noise"}).line() == (
+        "m (p, control noise) · d · x · seed 1"
+    )
     assert (
         figures.About.of({**result, "control": "none"}).line()
         == figures.About.of(result).line()
@@ -254,9 +311,13 @@ def test_a_figure_of_a_controlled_run_says_so() -> None:
 
 
 def test_an_unknown_control_and_a_local_method_are_refused(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(CrossfedError, match="control = 'nose' is not possible: input should be 'none', 'noise'"):
+    with pytest.raises(
+        CrossfedError, match="control = 'nose' is not possible: input should be 'none', 'noise'"
+    ):
         config("toys:AVERAGE", data, tmp_path, "control=nose")
-    with pytest.raises(CrossfedError, match="alone receives nothing, so control=noise has nothing to replace"):
+    with pytest.raises(
+        CrossfedError, match="alone receives nothing, so control=noise has nothing to replace"
+    ):
         run_recorded(config("toy_controls:ALONE", data, tmp_path, "control=noise"))
 
 
@@ -265,7 +326,9 @@ def test_the_tracker_is_told(data: Path, tmp_path: Path, monkeypatch: pytest.Mon
     told: list[Any] = []
     start = Tracker.start
 
-    def spy(settings: Any, run_dir: Any, name: Any, params: Any, tags: Any, *rest: Any, **more: Any) -> Tracker:
+    def spy(
+        settings: Any, run_dir: Any, name: Any, params: Any, tags: Any, *rest: Any, **more: Any
+    ) -> Tracker:
         told.append(params.get("control"))
         return start(settings, run_dir, name, params, tags, *rest, **more)
 
@@ -278,12 +341,15 @@ def test_the_tracker_is_told(data: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_runs_that_differ_in_the_control_only_are_different_rows(tmp_path: Path) -> None:
     values = {"books": {"recall_at_20": np.arange(4.0)}}
     paths = [
-        make_run(tmp_path / f"{control}-{seed}", "fedcrf", seed, values, sets=(f"control={control}",))
+        make_run(
+            tmp_path / f"{control}-{seed}", "fedcrf", seed, values, sets=(f"control={control}",)
+        )
         for control in ("none", "noise")
         for seed in (0, 1)
     ]
     text = (paths[0] / "config.yaml").read_text()
-    (paths[0] / "config.yaml").write_text(text.replace("control: none\n", ""))  # as before there were controls
+    # as before there were controls
+    (paths[0] / "config.yaml").write_text(text.replace("control: none\n", ""))
     rows = grouped(load_runs(paths))
     assert {label: len(runs) for label, runs in rows.items()} == {
         "fedcrf (control=none)": 2,
@@ -291,12 +357,14 @@ def test_runs_that_differ_in_the_control_only_are_different_rows(tmp_path: Path)
     }
 
 
-# -- what other domains contributed, and nobody else ---------------------------------------------------------------
+# -- what other domains contributed, and nobody else -----------------------------------------------
 
 
 def by_name(run: RunResult, name: str) -> dict[str, list[float]]:
     """A training metric of the two twins, round by round."""
-    return {d: [row["metrics"][f"train/{d}/{name}"] for row in history(run)] for d in ("left", "right")}
+    return {
+        d: [row["metrics"][f"train/{d}/{name}"] for row in history(run)] for d in ("left", "right")
+    }
 
 
 def sums(data: Path, out: Path, *sets: str, **more: Any) -> RunResult:
@@ -326,7 +394,8 @@ def test_solo_delivers_nothing_of_others() -> None:
 
 
 def test_a_domain_alone_hears_of_nobody(data: Path, tmp_path: Path) -> None:
-    """The sum that a twin is answered is its own demand, of one domain, and it is told of no peers."""
+    """The sum that a twin is answered is its own demand, of one domain, and it is told of no peers.
+    """
     joint, solo = (sums(data, tmp_path, f"control={control}") for control in ("none", "solo"))
     for name, honest, alone in (("of", 2, 1), ("peers", 1, 0)):
         assert by_name(joint, name) == dict.fromkeys(("left", "right"), [float(honest)] * 3)
@@ -338,7 +407,9 @@ def test_a_domain_alone_hears_of_nobody(data: Path, tmp_path: Path) -> None:
 
 
 def test_all_alone_at_once_is_each_by_itself(data: Path, tmp_path: Path) -> None:
-    """Bit for bit, early stopping included: what selects and stops is a domain's own validation metric."""
+    """Bit for bit, early stopping included: what selects and stops is a domain's own validation
+    metric.
+    """
     sets = ("control=solo", "rounds=6", "patience=1")
     both = sums(data, tmp_path, *sets)
     stopped = set()
@@ -355,7 +426,9 @@ def test_all_alone_at_once_is_each_by_itself(data: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("control", PEERS)
 def test_a_mean_keeps_a_domains_own_share(control: str, data: Path, tmp_path: Path) -> None:
-    """Replacing all of the sum leaves nothing of a gain; replacing the peer's part of it leaves the own."""
+    """Replacing all of the sum leaves nothing of a gain; replacing the peer's part of it leaves the
+    own.
+    """
     honest, peers = sums(data, tmp_path), sums(data, tmp_path, f"control={control}")
     assert ledger(peers).count("\n") == ledger(honest).count("\n")
     assert peers.result["bytes"] == honest.result["bytes"]
@@ -377,14 +450,17 @@ def test_a_mean_keeps_a_domains_own_share(control: str, data: Path, tmp_path: Pa
 def test_an_instrument_that_is_broken_is_noticed(
     fault: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The assertions above fail for a control that forgets one key, and for a solo that still hears a peer."""
+    """The assertions above fail for a control that forgets one key, and for a solo that still hears
+    a peer.
+    """
     deliver = Delivery.__call__
 
     def broken(self: Delivery, *place: Any) -> Any:
         got, sent = dict(deliver(self, *place)), place[4]
         if fault == "forgets a key":
             return {
-                name: {**payload, "b": sent[name]["b"]} if "b" in payload else payload for name, payload in got.items()
+                name: {**payload, "b": sent[name]["b"]} if "b" in payload else payload
+                for name, payload in got.items()
             }
         return sent
 
@@ -397,7 +473,9 @@ def test_an_instrument_that_is_broken_is_noticed(
 
 
 @pytest.mark.parametrize("control", ["solo", "peers-noise", "peers-stale"])
-def test_a_server_for_every_domain_resumes_to_the_same_bits(control: str, data: Path, tmp_path: Path) -> None:
+def test_a_server_for_every_domain_resumes_to_the_same_bits(
+    control: str, data: Path, tmp_path: Path
+) -> None:
     sets = ("rounds=4", f"control={control}", "patience=2")
     straight = sums(data, tmp_path / "straight", *sets)
 
@@ -411,7 +489,9 @@ def test_a_server_for_every_domain_resumes_to_the_same_bits(control: str, data: 
     broken: list[Path] = []
     with pytest.raises(Stop):
         run_recorded(
-            config("toy_controls:SUMS", data, tmp_path / "broken", *sets), on_round=stop, started=broken.append
+            config("toy_controls:SUMS", data, tmp_path / "broken", *sets),
+            on_round=stop,
+            started=broken.append,
         )
     resumed = run_recorded(stored_config(broken[0]), resume=broken[0], finish=final_test)
     assert numbers(resumed) == numbers(straight) and history(resumed) == history(straight)

@@ -1,4 +1,6 @@
-"""Runs at a URI: what is copied when, and that another machine goes on to the same numbers. `file://` stands for a store."""
+"""Runs at a URI: what is copied when, and that another machine goes on to the same numbers.
+`file://` stands for a store.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,16 @@ class Stop(Exception):
     """Raised after a chosen round, in place of a crash."""
 
 
-def config(shops: Path, out: Path, *sets: str, method: str = "AVERAGE", uri: str | None = None) -> RunConfig:
-    values = {"data": shops, "out": out, "backend": "inprocess", "tracking.enabled": False, "tracking.artifacts": False}
+def config(
+    shops: Path, out: Path, *sets: str, method: str = "AVERAGE", uri: str | None = None
+) -> RunConfig:
+    values = {
+        "data": shops,
+        "out": out,
+        "backend": "inprocess",
+        "tracking.enabled": False,
+        "tracking.artifacts": False,
+    }
     return build(f"toys:{method}", sets=["rounds=5", *sets], values=values | {"mirror": uri})
 
 
@@ -45,7 +55,10 @@ def interrupted(configuration: RunConfig, after: int = 4) -> Path:
 def numbers(run_dir: Path) -> dict[str, Any]:
     result = json.loads((run_dir / "result.json").read_text())
     history = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
-    return {"history": [row | {"seconds": 0} for row in history], **{key: result[key] for key in ("domains", "bytes")}}
+    return {
+        "history": [row | {"seconds": 0} for row in history],
+        **{key: result[key] for key in ("domains", "bytes")},
+    }
 
 
 def resume(run_dir: Path) -> dict[str, Any]:
@@ -71,17 +84,26 @@ def test_another_machine_goes_on_to_the_same_numbers(
     name = here.name
     shutil.rmtree(tmp_path / "here")
     there = fetch_run(f"{store.as_uri()}/{name}/", tmp_path / "there")
-    assert there == tmp_path / "there" / name and not [path for path in there.parent.iterdir() if path != there]
+    assert there == tmp_path / "there" / name and not [
+        path for path in there.parent.iterdir() if path != there
+    ]
     assert resume(there) == straight
     assert numbers(store / name) == straight, "the results are copied, too"
-    assert {"model", "config.yaml", "data.json", "ledger.parquet"} <= {path.name for path in (store / name).iterdir()}
+    assert {"model", "config.yaml", "data.json", "ledger.parquet"} <= {
+        path.name for path in (store / name).iterdir()
+    }
     assert not (store / name / ".lock").exists()
 
 
-def test_only_two_commits_stay_and_the_newest_is_there(shops: Path, tmp_path: Path, store: Path) -> None:
+def test_only_two_commits_stay_and_the_newest_is_there(
+    shops: Path, tmp_path: Path, store: Path
+) -> None:
     here = interrupted(config(shops, tmp_path / "here", uri=store.as_uri()))
     for folder in (here, store / here.name):
-        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["commit-000002", "commit-000003"]
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+            "commit-000002",
+            "commit-000003",
+        ]
 
 
 @pytest.mark.parametrize("damage", ["no manifest", "half a file", "a missing file"])
@@ -107,7 +129,9 @@ def test_a_run_without_a_commit_starts_from_the_beginning(
     assert resume(fetch_run(f"{store.as_uri()}/{here.name}", tmp_path / "there")) == straight
 
 
-def test_where_no_commit_is_sound_nothing_is_left_here(shops: Path, tmp_path: Path, store: Path) -> None:
+def test_where_no_commit_is_sound_nothing_is_left_here(
+    shops: Path, tmp_path: Path, store: Path
+) -> None:
     here = interrupted(config(shops, tmp_path / "here", uri=store.as_uri()))
     for file in (store / here.name / "checkpoints").glob("*/games.safetensors"):
         file.write_bytes(b"")
@@ -118,7 +142,11 @@ def test_where_no_commit_is_sound_nothing_is_left_here(shops: Path, tmp_path: Pa
 
 def test_what_is_not_there_or_is_here_already(shops: Path, tmp_path: Path, store: Path) -> None:
     here = interrupted(config(shops, tmp_path / "here", uri=store.as_uri()))
-    with pytest.raises(CrossfedError, match=r"There is no run at file://.*/none: it holds no config\.yaml"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"There is no run at file://.*/none: it holds no "
+        r"config\.yaml",
+    ):
         fetch_run(f"{store.as_uri()}/none", tmp_path / "there")
     with pytest.raises(CrossfedError, match=r"is here already: `--resume .*` goes on with it"):
         fetch_run(f"{store.as_uri()}/{here.name}", tmp_path / "here")
@@ -145,9 +173,20 @@ def test_a_process_that_was_left_behind_ends(shops: Path, tmp_path: Path, store:
         if row.step == 3:
             Mirror(f"{store.as_uri()}/{started[0].name}", started[0], (), lambda _: None)
 
-    with pytest.raises(CrossfedError, match=r"Another process \(.* on .*\) goes on with this run .*; this one ends"):
-        run_recorded(config(shops, tmp_path / "here", uri=store.as_uri()), on_round=taken_over, started=started.append)
-    assert sorted(path.name for path in (store / started[0].name / "checkpoints").iterdir())[-1] == "commit-000002"
+    with pytest.raises(
+        CrossfedError,
+        match=r"Another process \(.* on .*\) goes on with this "
+        r"run .*; this one ends",
+    ):
+        run_recorded(
+            config(shops, tmp_path / "here", uri=store.as_uri()),
+            on_round=taken_over,
+            started=started.append,
+        )
+    assert (
+        sorted(path.name for path in (store / started[0].name / "checkpoints").iterdir())[-1]
+        == "commit-000002"
+    )
 
 
 def test_a_store_that_goes_away_does_not_end_the_run(
@@ -165,23 +204,40 @@ def test_a_store_that_goes_away_does_not_end_the_run(
         if row.step == 2:
             monkeypatch.setattr(Mirror, "_commit", gone)
 
-    with pytest.raises(CrossfedError, match=r"is finished here, but .* the network is down.* copies it"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"is finished here, but .* the network is down.* "
+        r"copies it",
+    ):
         run_recorded(
-            config(shops, tmp_path / "here", uri=store.as_uri()), view=view, on_round=cut, started=started.append
+            config(shops, tmp_path / "here", uri=store.as_uri()),
+            view=view,
+            on_round=cut,
+            started=started.append,
         )
     assert len([text for text in warned if "was not copied" in text]) == 1
     monkeypatch.undo()
     assert resume(started[0]) == numbers(store / started[0].name)
 
 
-def test_what_left_under_noise_is_recorded_before_it_is_delivered(shops: Path, tmp_path: Path, store: Path) -> None:
-    here = interrupted(config(shops, tmp_path / "here", "privacy.noise_seed=0", method="WHISPER", uri=store.as_uri()))
+def test_what_left_under_noise_is_recorded_before_it_is_delivered(
+    shops: Path, tmp_path: Path, store: Path
+) -> None:
+    here = interrupted(
+        config(
+            shops, tmp_path / "here", "privacy.noise_seed=0", method="WHISPER", uri=store.as_uri()
+        )
+    )
     record = (here / "releases.jsonl").read_text()
-    assert len(record.splitlines()) == 4 * 3, "round 4 is not committed, and what it sent has been sent"
+    assert len(record.splitlines()) == 4 * 3, (
+        "round 4 is not committed, and what it sent has been sent"
+    )
     assert (store / here.name / "releases.jsonl").read_text() == record
 
 
-@pytest.mark.parametrize("uri", ["s3://KEY:sEcReT@bucket/p", "s3://bucket/p?access_key=KEY&secret_key=sEcReT"])
+@pytest.mark.parametrize(
+    "uri", ["s3://KEY:sEcReT@bucket/p", "s3://bucket/p?access_key=KEY&secret_key=sEcReT"]
+)
 def test_credentials_are_refused_and_not_repeated(uri: str, tmp_path: Path) -> None:
     for key in ("mirror", "out"):
         with pytest.raises(CrossfedError, match="holds no credentials") as told:
@@ -190,10 +246,16 @@ def test_credentials_are_refused_and_not_repeated(uri: str, tmp_path: Path) -> N
 
 
 def test_out_may_be_a_uri() -> None:
-    plain, mirrored = build("toys:AVERAGE"), build("toys:AVERAGE", values={"out": "s3://bucket/prefix/"})
+    plain, mirrored = (
+        build("toys:AVERAGE"),
+        build("toys:AVERAGE", values={"out": "s3://bucket/prefix/"}),
+    )
     assert mirrored.mirror == "s3://bucket/prefix" and mirrored.out == plain.out
     assert mirrored.hash() == plain.hash()
-    assert uris.join("s3://bucket/prefix?region=eu-west-1", "run") == "s3://bucket/prefix/run?region=eu-west-1"
+    assert (
+        uris.join("s3://bucket/prefix?region=eu-west-1", "run")
+        == "s3://bucket/prefix/run?region=eu-west-1"
+    )
     with pytest.raises(CrossfedError, match="'bucket' is no storage URI"):
         build("toys:AVERAGE", sets=["mirror=bucket"])
 

@@ -40,16 +40,22 @@ def placed(shops: Path, tmp_path: Path) -> Iterator[tuple[Plan, InProcess]]:
     nodes.stop()
 
 
-def rank_by_part(plan: Plan, nodes: InProcess, train: float, validation: float, test: float) -> None:
+def rank_by_part(
+    plan: Plan, nodes: InProcess, train: float, validation: float, test: float
+) -> None:
     """Score every item by the part that it is in for the user; 0 where it is in none."""
     data = PreparedData.open(plan.data)
     for name in NAMES:
         users, items, times = data.interactions(name)
         labels = assign(users, items, times, data.sizes(name)[0], "ratio-80-10-10", 42)
         table = torch.zeros(data.sizes(name))
-        table[users, items] = torch.tensor([train, validation, test], dtype=torch.float32)[labels.astype(int)]
+        table[users, items] = torch.tensor([train, validation, test], dtype=torch.float32)[
+            labels.astype(int)
+        ]
         node = nodes.nodes[name]
-        node.method = replace(node.method, score=lambda state, batch, table=table: table[torch.from_numpy(batch)])
+        node.method = replace(
+            node.method, score=lambda state, batch, table=table: table[torch.from_numpy(batch)]
+        )
 
 
 def mrr(measured: dict, node: str) -> float:
@@ -57,7 +63,9 @@ def mrr(measured: dict, node: str) -> float:
 
 
 def test_validation_masks_training_items_and_no_others(placed: tuple[Plan, InProcess]) -> None:
-    """Training items score highest and are masked; the test item scores next and is not: the truth stands second."""
+    """Training items score highest and are masked; the test item scores next and is not: the truth
+    stands second.
+    """
     plan, nodes = placed
     rank_by_part(plan, nodes, train=3, validation=1, test=2)
     measured = nodes.each("evaluate", dict.fromkeys(NAMES, ()))
@@ -70,16 +78,24 @@ def test_the_final_test_masks_training_and_validation_items(placed: tuple[Plan, 
     measured = final_test(plan, nodes)
     assert [mrr(measured, name) for name in NAMES] == [1, 1, 1]
     rank_by_part(plan, nodes, train=0, validation=0, test=-1)
-    assert all(mrr(final_test(plan, nodes), name) < 0.1 for name in NAMES), "items that no part has are candidates"
+    assert all(mrr(final_test(plan, nodes), name) < 0.1 for name in NAMES), (
+        "items that no part has are candidates"
+    )
 
 
-def test_a_method_may_look_at_what_is_masked_and_at_nothing_later(placed: tuple[Plan, InProcess]) -> None:
-    """Validation shows the training interactions; the test shows those and the validation ones, in time order."""
+def test_a_method_may_look_at_what_is_masked_and_at_nothing_later(
+    placed: tuple[Plan, InProcess],
+) -> None:
+    """Validation shows the training interactions; the test shows those and the validation ones, in
+    time order.
+    """
     plan, nodes = placed
     shown: dict[str, list[Interactions]] = {name: [] for name in NAMES}
     for name in NAMES:
         node = nodes.nodes[name]
-        node.method = replace(node.method, observe=lambda state, known, name=name: shown[name].append(known))
+        node.method = replace(
+            node.method, observe=lambda state, known, name=name: shown[name].append(known)
+        )
     nodes.each("evaluate", dict.fromkeys(NAMES, ()))
     final_test(plan, nodes)
     for name in NAMES:
@@ -88,14 +104,21 @@ def test_a_method_may_look_at_what_is_masked_and_at_nothing_later(placed: tuple[
         assert at_validation is node.data and np.array_equal(at_validation.items, train.items)
         for user in range(train.n_users):
             mine = slice(*at_test.indptr[user : user + 2])
-            held = [{*part.items[slice(*part.indptr[user : user + 2])].tolist()} for part in (train, validation, test)]
+            held = [
+                {*part.items[slice(*part.indptr[user : user + 2])].tolist()}
+                for part in (train, validation, test)
+            ]
             assert {*at_test.items[mine].tolist()} == held[0] | held[1]
             assert not held[2] & {*at_test.items[mine].tolist()}
             assert (np.diff(at_test.times[mine]) >= 0).all()
 
 
-def test_a_share_of_the_training_interactions(placed: tuple[Plan, InProcess], shops: Path, tmp_path: Path) -> None:
-    """The method has and sees the share alone; all training items stay masked; the split and the truth stay what they are."""
+def test_a_share_of_the_training_interactions(
+    placed: tuple[Plan, InProcess], shops: Path, tmp_path: Path
+) -> None:
+    """The method has and sees the share alone; all training items stay masked; the split and the
+    truth stay what they are.
+    """
     whole = placed[1].nodes
     values = {"data": shops, "out": tmp_path, "backend": "inprocess", "tracking.enabled": False}
     plan = Plan(
@@ -111,13 +134,25 @@ def test_a_share_of_the_training_interactions(placed: tuple[Plan, InProcess], sh
         node.method = replace(node.method, observe=observe)
         data, full = node.data, whole[name].data
         assert data is not None and full is not None and node._context("train", 1).own is data
-        assert len(data.users) == round(0.25 * len(full.users)) and np.array_equal(node.seen.items, full.items)
-        pairs = {(user, item, time) for user, item, time in zip(data.users, data.items, data.times, strict=True)}
-        assert pairs < {(user, item, time) for user, item, time in zip(full.users, full.items, full.times, strict=True)}
-        assert (np.diff(data.indptr) == 0).any(), "some users have nothing left, which methods must bear"
+        assert len(data.users) == round(0.25 * len(full.users)) and np.array_equal(
+            node.seen.items, full.items
+        )
+        pairs = {
+            (user, item, time)
+            for user, item, time in zip(data.users, data.items, data.times, strict=True)
+        }
+        assert pairs < {
+            (user, item, time)
+            for user, item, time in zip(full.users, full.items, full.times, strict=True)
+        }
+        assert (np.diff(data.indptr) == 0).any(), (
+            "some users have nothing left, which methods must bear"
+        )
     rank_by_part(plan, nodes, train=3, validation=1, test=2)
     measured = nodes.each("evaluate", dict.fromkeys(NAMES, ()))
-    assert [mrr(measured, name) for name in NAMES] == [0.5, 0.5, 0.5], "left out of training, still masked"
+    assert [mrr(measured, name) for name in NAMES] == [0.5, 0.5, 0.5], (
+        "left out of training, still masked"
+    )
     rank_by_part(plan, nodes, train=3, validation=2, test=1)
     measured = final_test(plan, nodes)
     assert [mrr(measured, name) for name in NAMES] == [1, 1, 1]

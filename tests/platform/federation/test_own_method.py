@@ -1,4 +1,6 @@
-"""A method of the user's own: found where the command is called, named by itself, and its faults told in a sentence."""
+"""A method of the user's own: found where the command is called, named by itself, and its faults
+told in a sentence.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,16 @@ def test_a_module_in_the_working_directory_is_found(folder: Path) -> None:
 
 def test_a_method_from_outside_is_called_by_its_name(folder: Path, shops: Path) -> None:
     config = build(
-        "my_module_of_test:METHOD", sets=["dim=4", "epochs=1"], values={"data": shops, "out": folder / "runs"}
+        "my_module_of_test:METHOD",
+        sets=["dim=4", "epochs=1"],
+        values={"data": shops, "out": folder / "runs"},
     )
     assert run_name(config).startswith("mine-s0-") and config.method == "my_module_of_test:METHOD"
     done = run_recorded(config.model_copy(update={"backend": "inprocess"}), finish=final_test)
-    assert (done.result["method"], done.result["method_from"]) == ("mine", "my_module_of_test:METHOD")
+    assert (done.result["method"], done.result["method_from"]) == (
+        "mine",
+        "my_module_of_test:METHOD",
+    )
     from crossfed.platform.report.finished import gather
 
     with gather([str(done.run_dir)], folder / "runs") as finished:
@@ -63,7 +70,9 @@ def test_one_that_has_the_name_of_a_shipped_method_is_not_taken_for_it(folder: P
 @pytest.mark.parametrize("name", ["mine.yaml", "my_module_of_test.yaml"])
 def test_its_yaml_lies_beside_its_file(name: str, folder: Path) -> None:
     assert method_file("my_module_of_test:METHOD") == {}
-    (folder / name).write_text("config: {dim: 16}\npresets: {wide: {dim: 32}}\nsearch: {dim: [8, 16]}\n")
+    (folder / name).write_text(
+        "config: {dim: 16}\npresets: {wide: {dim: 32}}\nsearch: {dim: [8, 16]}\n"
+    )
     assert build("my_module_of_test:METHOD").config["dim"] == 16
     assert build("my_module_of_test:METHOD", preset="wide").config["dim"] == 32
     from crossfed.tuning.space import space
@@ -87,21 +96,27 @@ def test_a_yaml_that_is_none_is_one_sentence(text: str, words: str, folder: Path
 
 def test_a_method_without_a_function_is_one_sentence(folder: Path) -> None:
     with pytest.raises(
-        CrossfedError, match=r"my_module_of_test:BROKEN: score = None is not possible: it must be a fun"
+        CrossfedError,
+        match=r"my_module_of_test:BROKEN: score = None is not possible: it must "
+        r"be a fun",
     ):
         find_method("my_module_of_test:BROKEN")
 
 
 def test_a_module_that_cannot_be_imported_names_its_line(folder: Path) -> None:
     (folder / "my_module_of_test.py").write_text("x = 1\ny = x / 0\n")
-    with pytest.raises(CrossfedError, match=r"ZeroDivisionError: division by zero \(.*my_module_of_test\.py, line 2\)"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"ZeroDivisionError: division by zero "
+        r"\(.*my_module_of_test\.py, line 2\)",
+    ):
         find_method("my_module_of_test:METHOD")
     (folder / "my_module_of_test.py").write_text("x = 1\nif\n")
     with pytest.raises(CrossfedError, match=r"SyntaxError: .*my_module_of_test\.py, line 2"):
         find_method("my_module_of_test:METHOD")
 
 
-# -- faults in its steps -------------------------------------------------------------------------------------------
+# -- faults in its steps ---------------------------------------------------------------------------
 
 
 def fragile(shops: Path, out: Path, backend: str = "inprocess", fault: str = "raise") -> Any:
@@ -121,20 +136,27 @@ def test_an_exception_in_a_step_says_where(shops: Path, tmp_path: Path) -> None:
     (run_dir,) = (path.parent for path in tmp_path.glob("*/config.yaml"))
     line = line_of('raise RuntimeError("the toy breaks")')
     assert str(caught.value) == (
-        f"books, stage walk, each, phase 1, round 2: _fail raised RuntimeError: the toy breaks ({toys.__file__}, line {line}); "
+        f"books, stage walk, each, phase 1, round 2: _fail raised RuntimeError: the toy breaks "
+        f"({toys.__file__}, line {line}); "
         f"the traceback is in {run_dir / 'error-books.txt'}."
     )
     assert "Traceback" in (run_dir / "error-books.txt").read_text()
 
 
-def test_an_exception_in_a_step_of_an_actor_says_the_same(ray_cluster: None, shops: Path, tmp_path: Path) -> None:
+def test_an_exception_in_a_step_of_an_actor_says_the_same(
+    ray_cluster: None, shops: Path, tmp_path: Path
+) -> None:
     with pytest.raises(
-        CrossfedError, match=r"^books, stage walk, each, phase 1, round 2: _fail raised RuntimeError: the toy"
+        CrossfedError,
+        match=r"^books, stage walk, each, phase 1, round 2: _fail raised "
+        r"RuntimeError: the toy",
     ):
         run_recorded(fragile(shops, tmp_path, "ray"))
 
 
-def test_the_line_is_the_methods_own_where_a_library_raised(shops: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_line_is_the_methods_own_where_a_library_raised(
+    shops: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     """A step calls torch, which raises deep inside itself."""
 
     def step(state: Any, inbox: Any, ctx: Any) -> Any:
@@ -145,7 +167,9 @@ def test_the_line_is_the_methods_own_where_a_library_raised(shops: Path, tmp_pat
     method = replace(toys.FRAGILE, stages=lambda c: (toys.Stage("walk", 1, (toys.Phase(step),)),))
     monkeypatch.setattr(toys, "FRAGILE", method)
     with pytest.raises(
-        CrossfedError, match=rf"step raised ValueError: .* \({__file__}, line {step.__code__.co_firstlineno + 3}\)"
+        CrossfedError,
+        match=rf"step raised ValueError: .* \({__file__}, line "
+        rf"{step.__code__.co_firstlineno + 3}\)",
     ):
         run_recorded(fragile(shops, tmp_path))
 
@@ -155,10 +179,14 @@ def test_the_line_is_the_methods_own_where_a_library_raised(shops: Path, tmp_pat
     [
         (
             lambda state, users: None,
-            r"<lambda> returned a NoneType, not a tensor \[users, items\] \(.*test_own_method\.py, line",
+            r"<lambda> returned a NoneType, not a tensor \[users, items\] "
+            r"\(.*test_own_method\.py, line",
         ),
         (lambda state, users: [[0.0]], "returned a list, not a tensor"),
-        (lambda state, users: state.nothing, "AttributeError: 'Toy' object has no attribute 'nothing' .*line"),
+        (
+            lambda state, users: state.nothing,
+            "AttributeError: 'Toy' object has no attribute 'nothing' .*line",
+        ),
     ],
 )
 def test_a_score_that_is_none_is_one_sentence(

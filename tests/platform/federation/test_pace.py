@@ -1,4 +1,6 @@
-"""What a run says of its length before its first round: by hand, and of the methods that declare it."""
+"""What a run says of its length before its first round: by hand, and of the methods that declare
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ BLOCK = """
 presets: {small: {dim: 2}}
 pace: {speed: {default: 10, small: 400}, work: [rounds, K], sizes: [dim], quick: small}
 """
-MODULE = 'from dataclasses import replace\nfrom toys import AVERAGE\nMETHOD = replace(AVERAGE, name="slow")\n'
+MODULE = (
+    "from dataclasses import replace\nfrom toys import AVERAGE\nMETHOD = replace(AVERAGE, "
+    'name="slow")\n'
+)
 
 
 @pytest.fixture
@@ -33,8 +38,12 @@ def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     sys.modules.pop("slow_of_test", None)
 
 
-def told(*sets: str, preset: str | None = None, interactions: int = 1200, cores: float = 2) -> str | None:
-    return pace.announcement(build("slow_of_test:METHOD", preset=preset, sets=sets), interactions, cores)
+def told(
+    *sets: str, preset: str | None = None, interactions: int = 1200, cores: float = 2
+) -> str | None:
+    return pace.announcement(
+        build("slow_of_test:METHOD", preset=preset, sets=sets), interactions, cores
+    )
 
 
 def test_the_length_of_a_run_is_work_over_speed(slow: Path) -> None:
@@ -64,7 +73,12 @@ def test_it_is_said_before_the_first_round(slow: Path, shops: Path) -> None:
     """The shops have 1,200 interactions."""
     view, notes, rounds = make_progress("quiet"), list[str](), list[int]()
     view.note = lambda line: notes.append(f"{len(rounds)} {line}")  # type: ignore[method-assign]
-    values = {"data": shops, "out": slow / "runs", "backend": "inprocess", "tracking.enabled": False}
+    values = {
+        "data": shops,
+        "out": slow / "runs",
+        "backend": "inprocess",
+        "tracking.enabled": False,
+    }
     config = build("slow_of_test:METHOD", values=values)
     run_recorded(config, view=view, on_round=lambda row: rounds.append(row.round))
     assert any(line.startswith("0 time       about 16:00 on 1 cores") for line in notes), notes
@@ -72,7 +86,11 @@ def test_it_is_said_before_the_first_round(slow: Path, shops: Path) -> None:
 
 def test_a_block_that_is_none_is_one_sentence(slow: Path) -> None:
     (slow / "slow.yaml").write_text("pace: {speed: {default: fast}, work: [rounds]}")
-    with pytest.raises(CrossfedError, match=r"pace: of slow_of_test:METHOD: speed\.default = 'fast' is not possible"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"pace: of slow_of_test:METHOD: speed\.default = "
+        r"'fast' is not possible",
+    ):
         told()
 
 
@@ -86,6 +104,8 @@ def test_a_declared_pace_names_keys_and_presets_that_there_are(name: str) -> Non
 
 
 def test_the_papers_sizes_of_fedcgr_are_announced_on_the_shops() -> None:
-    """Two cores, the shops' interactions: longer than a quarter of an hour, and a preset that is quick."""
+    """Two cores, the shops' interactions: longer than a quarter of an hour, and a preset that is
+    quick.
+    """
     said = pace.announcement(build("fedcgr"), 15_000, 2)
     assert said is not None and "--preset small is quick" in said

@@ -1,4 +1,6 @@
-"""The gate that every message passes, the copies that are delivered, and random numbers that belong to one place each."""
+"""The gate that every message passes, the copies that are delivered, and random numbers that belong
+to one place each.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ import toys
 from crossfed.platform.config.settings import build
 from crossfed.platform.errors import CrossfedError, LeakError
 from crossfed.platform.federation.node import InProcess, Plan
-from crossfed.platform.federation.payloads import Entry, Gate, check_declarations, check_metrics, check_told, freeze
+from crossfed.platform.federation.payloads import (
+    Entry,
+    Gate,
+    check_declarations,
+    check_metrics,
+    check_told,
+    freeze,
+)
 from crossfed.platform.method import SERVER, Direction, Field, Stage
 
 STAGE = Stage("s", 1, (), edges=toys.STAR)
@@ -21,7 +30,13 @@ STAGE = Stage("s", 1, (), edges=toys.STAR)
 
 def gate(field: Field, node: str = SERVER) -> Gate:
     method = replace(toys.AVERAGE, fields=(field,))
-    return Gate(method, toys.Config(), node, {SERVER: 0, "books": 30, "films": 25}, None if node == SERVER else 40)
+    return Gate(
+        method,
+        toys.Config(),
+        node,
+        {SERVER: 0, "books": 30, "films": 25},
+        None if node == SERVER else 40,
+    )
 
 
 def test_values_below_zero_are_refused() -> None:
@@ -51,7 +66,11 @@ def test_the_server_cannot_declare_rows_of_users() -> None:
 
 
 FORGED = {
-    "shape": ({"x": np.zeros((40, 3), np.float32)}, r"'x' has shape \(40, 3\), declared \('dim',\) = \(3,\)"),
+    "shape": (
+        {"x": np.zeros((40, 3), np.float32)},
+        r"'x' has shape \(40, 3\), declared "
+        r"\('dim',\) = \(3,\)",
+    ),
     "type": ({"x": np.zeros(3)}, "'x' has dtype float64, declared float32"),
     "object": ({"x": np.array([{}, 1, "a"], dtype=object)}, "'x' has dtype object"),
     "byte order": ({"x": np.zeros(3, ">f4")}, "'x' has dtype >f4"),
@@ -68,7 +87,8 @@ FORGED = {
 
 @pytest.mark.parametrize("kind", FORGED)
 def test_a_receiver_does_not_take_the_senders_word(kind: str) -> None:
-    """What a sender's own check should have refused is refused before the receiver's step sees it."""
+    """What a sender's own check should have refused is refused before the receiver's step sees it.
+    """
     payload, words = FORGED[kind]
     server = gate(Field("x", Direction.UP, ("dim",), "x"))
     with pytest.raises(LeakError, match=rf"^books → server: .*{words}.*it was not read"):
@@ -92,10 +112,15 @@ def test_a_node_checks_its_inbox_before_its_step(shops: Path, tmp_path: Path) ->
 
 
 def test_a_message_without_a_declared_shape_has_a_limit() -> None:
-    """The array takes four bytes of memory and claims 4 GiB: it is refused by its size, before its values are looked at."""
+    """The array takes four bytes of memory and claims 4 GiB: it is refused by its size, before its
+    values are looked at.
+    """
     huge = np.broadcast_to(np.float32(0), (2**30,))
     shared = gate(Field("w", Direction.UP, None, "parameters"), "books")
-    words = r"books → server: the message holds 4,294,967,296 bytes \(most of them in payload key 'w'\), more than the"
+    words = (
+        r"books → server: the message holds 4,294,967,296 bytes \(most of them in payload "
+        r"key 'w'\), more than the"
+    )
     with pytest.raises(LeakError, match=words + " 1,073,741,824 "):
         shared.check(STAGE, 1, {SERVER: {"w": huge}})
     small = Gate(shared.method, toys.Config(), "books", shared.nodes, 40, max_bytes=12)
@@ -106,19 +131,25 @@ def test_a_message_without_a_declared_shape_has_a_limit() -> None:
 
 def test_a_wildcard_key_is_a_name_and_its_messages_have_a_limit() -> None:
     shared = gate(Field("part/*", Direction.UP, (2,), "parameters"), "books")
-    assert len(shared.check(STAGE, 1, {SERVER: {"part/layers.0.weight": np.zeros(2, np.float32)}})) == 1
+    assert (
+        len(shared.check(STAGE, 1, {SERVER: {"part/layers.0.weight": np.zeros(2, np.float32)}}))
+        == 1
+    )
     for key in ("part/../../secret", "part/a b", "part/\n", "part/" + "x" * 200):
         with pytest.raises(LeakError, match="is no name; it was not sent"):
             shared.check(STAGE, 1, {SERVER: {key: np.zeros(2, np.float32)}})
 
 
 def test_rows_of_users_are_known_to_the_sender_only() -> None:
-    """A receiver cannot know how many users a sender has; it takes that axis as it is, and no other."""
+    """A receiver cannot know how many users a sender has; it takes that axis as it is, and no
+    other.
+    """
     field = Field("rows", Direction.UP, ("n_users", "dim"), "rows of users")
     sender, server = gate(field, "books"), gate(field)
     right, wrong = np.zeros((40, 3), np.float32), np.zeros((41, 3), np.float32)
     assert (
-        sender.check(STAGE, 1, {SERVER: {"rows": right}}) and server.receive(STAGE, {"books": {"rows": right}}) is None
+        sender.check(STAGE, 1, {SERVER: {"rows": right}})
+        and server.receive(STAGE, {"books": {"rows": right}}) is None
     )
     with pytest.raises(LeakError, match=r"has shape \(41, 3\)"):
         sender.check(STAGE, 1, {SERVER: {"rows": wrong}})
@@ -145,7 +176,10 @@ def test_a_node_that_tells_other_than_it_hands_over() -> None:
 
 
 def test_metrics_are_a_few_named_numbers() -> None:
-    assert check_metrics("books", {"loss_rec": np.float32(0.5), "n": torch.tensor(2)}) == {"loss_rec": 0.5, "n": 2.0}
+    assert check_metrics("books", {"loss_rec": np.float32(0.5), "n": torch.tensor(2)}) == {
+        "loss_rec": 0.5,
+        "n": 2.0,
+    }
     for metrics in ({"user 7": 1.0}, {"loss": np.zeros(40)}, {"loss": "low"}, {"loss": 10**400}, [1.0], {7: 1.0},
                     {f"u{number}": 1.0 for number in range(257)}):  # fmt: skip
         with pytest.raises(LeakError, match=r"^books: (the metrics|metric )"):

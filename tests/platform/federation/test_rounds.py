@@ -1,4 +1,6 @@
-"""The loop over stages and rounds, on toy methods whose answer is known: in process, on Ray, interrupted and resumed."""
+"""The loop over stages and rounds, on toy methods whose answer is known: in process, on Ray,
+interrupted and resumed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from crossfed.platform.federation.runs import load_scorer, stored_config
 from crossfed.platform.report.recording import run_recorded
 
 
-def config(method: str, shops: Path, out: Path, *sets: str, backend: str = "inprocess", seed: int = 0) -> RunConfig:
+def config(
+    method: str, shops: Path, out: Path, *sets: str, backend: str = "inprocess", seed: int = 0
+) -> RunConfig:
     values = {
         "data": shops,
         "out": out,
@@ -36,7 +40,10 @@ def config(method: str, shops: Path, out: Path, *sets: str, backend: str = "inpr
 
 def comparable(result: dict[str, Any]) -> dict[str, Any]:
     """What must not depend on back end, interruption or time."""
-    return {key: result[key] for key in ("domains", "bytes", "candidates", "config_hash", "data_fingerprint")}
+    return {
+        key: result[key]
+        for key in ("domains", "bytes", "candidates", "config_hash", "data_fingerprint")
+    }
 
 
 def history(run_dir: Path) -> list[dict[str, Any]]:
@@ -66,13 +73,17 @@ def test_averaging_reaches_the_mean(shops: Path, tmp_path: Path) -> None:
         assert last[f"train/{name}/x"] == pytest.approx(mean + (value - mean) / 16, rel=1e-5)
 
 
-def test_gossip_reads_in_a_round_what_was_sent_in_the_round_before(shops: Path, tmp_path: Path) -> None:
+def test_gossip_reads_in_a_round_what_was_sent_in_the_round_before(
+    shops: Path, tmp_path: Path
+) -> None:
     # round 1 finds an empty inbox; in round 2 all three average the same three vectors and agree
     done = run_recorded(config("GOSSIP", shops, tmp_path, "rounds=2"))
     start, rows = train_means(shops), history(done.run_dir)
     for name, value in start.items():
         assert rows[0]["metrics"][f"train/{name}/x"] == pytest.approx(value, rel=1e-6)
-        assert rows[1]["metrics"][f"train/{name}/x"] == pytest.approx(np.mean(list(start.values())), rel=1e-6)
+        assert rows[1]["metrics"][f"train/{name}/x"] == pytest.approx(
+            np.mean(list(start.values())), rel=1e-6
+        )
 
 
 def test_bytes_are_counted_by_domain_and_key(shops: Path, tmp_path: Path) -> None:
@@ -90,7 +101,9 @@ def test_peer_bytes_count_at_both_ends(shops: Path, tmp_path: Path) -> None:
     assert done.result["bytes"] == {"up": expected, "down": expected}
 
 
-@pytest.mark.parametrize("method", [pytest.param("AVERAGE", marks=pytest.mark.slow), "TWO_STAGES", "GOSSIP"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("AVERAGE", marks=pytest.mark.slow), "TWO_STAGES", "GOSSIP"]
+)
 def test_in_process_equals_ray(method: str, shops: Path, tmp_path: Path, ray_cluster: None) -> None:
     runs = [
         run_recorded(config(method, shops, tmp_path / backend, backend=backend), finish=final_test)
@@ -109,7 +122,10 @@ class Stop(Exception):
 def test_resumed_equals_uninterrupted(method: str, after: int, shops: Path, tmp_path: Path) -> None:
     sets = ("rounds=4", "checkpoint_every=2", "patience=3" if method != "GOSSIP" else "step=0.5")
     straight = run_recorded(config(method, shops, tmp_path / "straight", *sets), finish=final_test)
-    if straight.result["domains"]["books"]["selected"]["rounds"] + 4 * (method == "TWO_STAGES") < after:
+    if (
+        straight.result["domains"]["books"]["selected"]["rounds"] + 4 * (method == "TWO_STAGES")
+        < after
+    ):
         pytest.skip("the run ends before that round")
 
     def stop(row: Round) -> None:
@@ -118,26 +134,41 @@ def test_resumed_equals_uninterrupted(method: str, after: int, shops: Path, tmp_
 
     broken: list[Path] = []
     with pytest.raises(Stop):
-        run_recorded(config(method, shops, tmp_path / "broken", *sets), on_round=stop, started=broken.append)
+        run_recorded(
+            config(method, shops, tmp_path / "broken", *sets), on_round=stop, started=broken.append
+        )
     resumed = run_recorded(stored_config(broken[0]), resume=broken[0], finish=final_test)
     assert comparable(resumed.result) == comparable(straight.result)
     assert history(resumed.run_dir) == history(straight.run_dir)
     pd.testing.assert_frame_equal(
-        pd.read_parquet(resumed.run_dir / "ledger.parquet"), pd.read_parquet(straight.run_dir / "ledger.parquet")
+        pd.read_parquet(resumed.run_dir / "ledger.parquet"),
+        pd.read_parquet(straight.run_dir / "ledger.parquet"),
     )
 
 
-def test_a_killed_actor_brings_the_run_back_to_the_last_round(shops: Path, tmp_path: Path, ray_cluster: None) -> None:
+def test_a_killed_actor_brings_the_run_back_to_the_last_round(
+    shops: Path, tmp_path: Path, ray_cluster: None
+) -> None:
     never, died = tmp_path / "never", tmp_path / "died"
     never.touch()
-    calm = run_recorded(config("DIES_ONCE", shops, tmp_path / "calm", f"marker={never}"), finish=final_test)
-    hit = run_recorded(config("DIES_ONCE", shops, tmp_path / "hit", f"marker={died}", backend="ray"), finish=final_test)
+    calm = run_recorded(
+        config("DIES_ONCE", shops, tmp_path / "calm", f"marker={never}"), finish=final_test
+    )
+    hit = run_recorded(
+        config("DIES_ONCE", shops, tmp_path / "hit", f"marker={died}", backend="ray"),
+        finish=final_test,
+    )
     assert died.exists() and hit.result["restarts"] == 1
-    assert {**comparable(hit.result), "config_hash": ""} == {**comparable(calm.result), "config_hash": ""}
+    assert {**comparable(hit.result), "config_hash": ""} == {
+        **comparable(calm.result),
+        "config_hash": "",
+    }
 
 
 def test_seed_changes_and_repeats_numbers(shops: Path, tmp_path: Path) -> None:
-    one, again, other = (run_recorded(config("AVERAGE", shops, tmp_path, seed=seed)) for seed in (1, 1, 2))
+    one, again, other = (
+        run_recorded(config("AVERAGE", shops, tmp_path, seed=seed)) for seed in (1, 1, 2)
+    )
     assert history(one.run_dir) == history(again.run_dir)
     assert (
         history(one.run_dir)[0]["metrics"]["train/books/noise"]
@@ -150,12 +181,15 @@ def test_a_local_stage_keeps_each_domain_at_its_own_best(shops: Path, tmp_path: 
     rows = [row for row in history(done.run_dir) if row["stage"] == "drift"]
     for name, domain in done.result["domains"].items():
         curve = [
-            row["metrics"][f"val/{name}/recall_at_20"] for row in rows if f"val/{name}/recall_at_20" in row["metrics"]
+            row["metrics"][f"val/{name}/recall_at_20"]
+            for row in rows
+            if f"val/{name}/recall_at_20" in row["metrics"]
         ]
         best = int(np.argmax(curve))
         assert domain["selected"]["round"] == best + 1
         assert domain["validation"]["recall_at_20"] == curve[best]
-        assert len(curve) in (best + 1 + 2, 12)  # two evaluations without a better one, or the stage's end
+        # two evaluations without a better one, or the stage's end
+        assert len(curve) in (best + 1 + 2, 12)
 
 
 def test_close_runs_everywhere_on_the_best_state(shops: Path, tmp_path: Path) -> None:
@@ -164,7 +198,9 @@ def test_close_runs_everywhere_on_the_best_state(shops: Path, tmp_path: Path) ->
     assert len({row["stage"] for row in rows}) == 2
     for name in done.result["domains"]:
         drifted = [
-            row["metrics"] for row in rows if row["stage"] == "drift" and f"val/{name}/recall_at_20" in row["metrics"]
+            row["metrics"]
+            for row in rows
+            if row["stage"] == "drift" and f"val/{name}/recall_at_20" in row["metrics"]
         ]
         best = int(np.argmax([metrics[f"val/{name}/recall_at_20"] for metrics in drifted]))
         assert len(drifted) < 12  # every domain stopped early
@@ -177,13 +213,20 @@ def test_a_stage_with_edges_keeps_the_best_mean(shops: Path, tmp_path: Path) -> 
     means = [row["metrics"]["val/mean/recall_at_20"] for row in rows]
     best = int(np.argmax(means))
     assert {domain["selected"]["round"] for domain in done.result["domains"].values()} == {best + 1}
-    assert np.mean([domain["validation"]["recall_at_20"] for domain in done.result["domains"].values()]) == means[best]
+    assert (
+        np.mean(
+            [domain["validation"]["recall_at_20"] for domain in done.result["domains"].values()]
+        )
+        == means[best]
+    )
     assert [row["best"] for row in rows] == list(np.maximum.accumulate(means))
 
 
 def test_a_saved_model_scores_like_the_live_one(shops: Path, tmp_path: Path) -> None:
     done = run_recorded(config("AVERAGE", shops, tmp_path))
-    x = history(done.run_dir)[done.result["domains"]["films"]["selected"]["round"] - 1]["metrics"]["train/films/x"]
+    x = history(done.run_dir)[done.result["domains"]["films"]["selected"]["round"] - 1]["metrics"][
+        "train/films/x"
+    ]
     scores = load_scorer(done.run_dir, "films")(np.array([3, 7]))
     expected = np.sin(np.arange(25)[None, :] * (1 + x) + np.array([3, 7])[:, None])
     np.testing.assert_allclose(scores.numpy(), expected, atol=1e-4)
@@ -201,13 +244,22 @@ def test_a_saved_model_scores_like_the_live_one(shops: Path, tmp_path: Path) -> 
         ("LEAK_TENSOR", r"payload key 'x' is a Tensor"),
         ("LEAK_PEER", r"books tried to send to films \(peer\) in stage 'leak', outside its edges"),
         ("LEAK_NOWHERE", r"books tried to send to 'evil.example'"),
-        ("LEAK_LOCAL", r"books tried to send to server \(up\) in stage 'local', outside its edges \(none"),
+        (
+            "LEAK_LOCAL",
+            r"books tried to send to server \(up\) in stage 'local', outside its "
+            r"edges \(none",
+        ),
         ("LEAK_RANGE", r"server → books: payload key 'labels' holds values outside 0 … 1"),
         (
             "LEAK_GROWS",
-            r"books → server: payload key 'shared' has shape \(40,\), with an axis as long as the domain has users",
+            r"books → server: payload key 'shared' has shape \(40,\), with an axis as long as "
+            r"the domain has users",
         ),
-        ("LEAK_VARIES", r"films → server: payload key 'shared' has shape \(51,\), but books sent \(41,\)"),
+        (
+            "LEAK_VARIES",
+            r"films → server: payload key 'shared' has shape \(51,\), but books "
+            r"sent \(41,\)",
+        ),
     ],
 )
 def test_a_planted_leak_is_refused(method: str, words: str, shops: Path, tmp_path: Path) -> None:
@@ -223,13 +275,19 @@ def test_a_planted_leak_is_refused_on_ray(shops: Path, tmp_path: Path, ray_clust
 
 
 @pytest.mark.parametrize("backend", ["inprocess", "ray"])
-def test_received_arrays_are_read_only(backend: str, shops: Path, tmp_path: Path, ray_cluster: None) -> None:
+def test_received_arrays_are_read_only(
+    backend: str, shops: Path, tmp_path: Path, ray_cluster: None
+) -> None:
     with pytest.raises(CrossfedError, match=r"_write_inbox raised ValueError: .*read-only.* line"):
         run_recorded(config("WRITES_INBOX", shops, tmp_path, backend=backend))
 
 
-def test_a_full_disk_leaves_the_last_round(shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk fills up in round 3: one sentence; and the run continues from round 2 to the same end."""
+def test_a_full_disk_leaves_the_last_round(
+    shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fills up in round 3: one sentence; and the run continues from round 2 to the same
+    end.
+    """
     from crossfed.platform import checkpoint
 
     straight = run_recorded(config("AVERAGE", shops, tmp_path / "straight"))
@@ -251,9 +309,13 @@ def test_a_full_disk_leaves_the_last_round(shops: Path, tmp_path: Path, monkeypa
     assert comparable(resumed.result) == comparable(straight.result)
 
 
-@pytest.mark.parametrize("name", ["placement.json", "result.json", "model/films.safetensors", "ledger.parquet"])
+@pytest.mark.parametrize(
+    "name", ["placement.json", "result.json", "model/films.safetensors", "ledger.parquet"]
+)
 def test_what_cannot_be_written_is_named(name: str, shops: Path, tmp_path: Path) -> None:
-    """A folder stands where the file should go: the run tells it in one sentence, and goes on once the way is free."""
+    """A folder stands where the file should go: the run tells it in one sentence, and goes on once
+    the way is free.
+    """
     blocked: list[Path] = []
 
     def block(run_dir: Path) -> None:
@@ -280,16 +342,21 @@ def test_a_resumed_run_refuses_other_data(shops: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("edit", "key"), [("seed: 7", "seed"), ("step: 0.25", "config_hash")])
-def test_a_resumed_run_refuses_an_edited_configuration(edit: str, key: str, shops: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_refuses_an_edited_configuration(
+    edit: str, key: str, shops: Path, tmp_path: Path
+) -> None:
     done = run_recorded(config("AVERAGE", shops, tmp_path))
     file = done.run_dir / "config.yaml"
     before = file.read_text()
     file.write_text(
-        before.replace({"seed": "\nseed: 0", "config_hash": "step: 0.5"}[key], "\n" * (key == "seed") + edit)
+        before.replace(
+            {"seed": "\nseed: 0", "config_hash": "step: 0.5"}[key], "\n" * (key == "seed") + edit
+        )
     )
     assert file.read_text() != before
     with pytest.raises(
-        CrossfedError, match=f"was started with {key} .* but its config.yaml now gives .*; undo the edit"
+        CrossfedError,
+        match=f"was started with {key} .* but its config.yaml now gives .*; undo the edit",
     ):
         run_recorded(stored_config(done.run_dir), resume=done.run_dir)
 
@@ -303,7 +370,11 @@ def test_a_resumed_run_names_a_damaged_file(name: str, shops: Path, tmp_path: Pa
 
 
 def test_a_domain_is_named_when_its_candidates_are_too_few(shops: Path, tmp_path: Path) -> None:
-    with pytest.raises(CrossfedError, match=r"Domain books, validation: user row .* asks for 99 sampled candidates"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"Domain books, validation: user row .* asks for "
+        r"99 sampled candidates",
+    ):
         run_recorded(config("AVERAGE", shops, tmp_path, "evaluation.protocol=leave-one-out-99"))
 
 
@@ -373,5 +444,7 @@ def test_two_processes_do_not_share_a_run(shops: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
 def test_a_read_only_out_is_one_sentence(shops: Path, tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(CrossfedError, match="cannot be made: Permission denied; choose another --out"):
+    with pytest.raises(
+        CrossfedError, match="cannot be made: Permission denied; choose another --out"
+    ):
         run_recorded(config("AVERAGE", shops, tmp_path))

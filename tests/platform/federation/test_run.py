@@ -17,7 +17,9 @@ from crossfed.platform.layout import ENDING, RESULT
 from crossfed.platform.report.recording import run_recorded
 
 
-def config(method: str, shops: Path, out: Path, *sets: str, backend: str = "inprocess", **values: Any) -> RunConfig:
+def config(
+    method: str, shops: Path, out: Path, *sets: str, backend: str = "inprocess", **values: Any
+) -> RunConfig:
     given = {"data": shops, "out": out, "backend": backend, "tracking.artifacts": False, **values}
     return build(f"toys:{method}", sets=sets, values=given)
 
@@ -25,7 +27,10 @@ def config(method: str, shops: Path, out: Path, *sets: str, backend: str = "inpr
 def contents(folder: Path) -> dict[str, tuple[str, int]]:
     """Every file's digest and time of change."""
     return {
-        str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        str(path.relative_to(folder)): (
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+            path.stat().st_mtime_ns,
+        )
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
@@ -44,15 +49,21 @@ def no_nodes(*_: Any) -> Any:
     raise AssertionError("a finished run starts no node")
 
 
-def test_a_finished_run_is_left_alone(shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_is_left_alone(
+    shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = run_recorded(config("AVERAGE", shops, tmp_path), finish=final_test)
     before, heard = contents(tmp_path), Heard()
     monkeypatch.setattr("crossfed.platform.federation.run._nodes", no_nodes)
     monkeypatch.setattr("crossfed.platform.federation.run.track", no_nodes)
-    again = run_recorded(stored_config(done.run_dir), resume=done.run_dir, finish=final_test, view=heard.view)
+    again = run_recorded(
+        stored_config(done.run_dir), resume=done.run_dir, finish=final_test, view=heard.view
+    )
     assert again.result["domains"] == done.result["domains"]
     assert contents(tmp_path) == before
-    assert heard.notes == [f"{done.run_dir} is finished: there is nothing to resume, and nothing in it was changed."]
+    assert heard.notes == [
+        f"{done.run_dir} is finished: there is nothing to resume, and nothing in it was changed."
+    ]
 
 
 def test_a_trial_that_never_read_the_test_split_is_not_over(shops: Path, tmp_path: Path) -> None:
@@ -76,7 +87,9 @@ def test_a_run_killed_while_its_result_was_recorded_is_recorded_again(
     (run_dir,) = (path.parent for path in tmp_path.glob(f"*/{ENDING}"))
     assert (run_dir / RESULT).is_file()
     recorded: list[Any] = []
-    monkeypatch.setattr("crossfed.platform.federation.run.record", lambda *given: recorded.append(given))
+    monkeypatch.setattr(
+        "crossfed.platform.federation.run.record", lambda *given: recorded.append(given)
+    )
     run_recorded(stored_config(run_dir), resume=run_dir, finish=final_test)
     assert len(recorded) == 1 and not (run_dir / ENDING).exists()
 

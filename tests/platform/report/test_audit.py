@@ -1,4 +1,6 @@
-"""The audit on one page: what the ledger adds up to, the attack beside its baselines, the account, both forms of the page."""
+"""The audit on one page: what the ledger adds up to, the attack beside its baselines, the account,
+both forms of the page.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,23 @@ PLAIN: dict[str, Any] = {"domains": {}, "sent_as_it_is": []}
 
 
 def entry(
-    stage: str, round: int, sender: str, receiver: str, key: str, shape: tuple[int, ...], dtype: str = "float32"
+    stage: str,
+    round: int,
+    sender: str,
+    receiver: str,
+    key: str,
+    shape: tuple[int, ...],
+    dtype: str = "float32",
 ) -> dict:
     way = "up" if receiver == "server" else "down" if sender == "server" else "peer"
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    place = {"stage": stage, "round": round, "sender": sender, "receiver": receiver, "direction": way}
+    place = {
+        "stage": stage,
+        "round": round,
+        "sender": sender,
+        "receiver": receiver,
+        "direction": way,
+    }
     return {**place, "key": key, "shape": list(shape), "dtype": dtype, "bytes": size, "copy": 0}
 
 
@@ -42,11 +56,13 @@ def run(method: str, data: Path, out: Path, *sets: str, **options: Any) -> Path:
     return run_recorded(config, finish=final_test, **options).run_dir
 
 
-# -- what crossed --------------------------------------------------------------------------------------------------
+# -- what crossed ----------------------------------------------------------------------------------
 
 
 def test_the_ledger_adds_up_by_domain_and_key() -> None:
-    """FedCRF, two rounds: books has 10 items of 4 numbers, films 5. Centres are the same for both and share a row."""
+    """FedCRF, two rounds: books has 10 items of 4 numbers, films 5. Centres are the same for both
+    and share a row.
+    """
     config = build("fedcrf", sets=["dim=4", "K=3"])
     ledger = []
     for round in (1, 2):
@@ -55,16 +71,35 @@ def test_the_ledger_adds_up_by_domain_and_key() -> None:
             ledger.append(entry("pretrain", round, "server", name, "centres", (3, 4)))
             ledger.append(entry("pretrain", round, "server", name, "labels", (items,), "int64"))
     plain = ["pretrain: item_vectors (up)", "pretrain: centres (down)", "pretrain: labels (down)"]
-    found = {(r["domains"], r["key"]): r for r in crossed(config, ledger, {**PLAIN, "sent_as_it_is": plain}).records}
+    found = {
+        (r["domains"], r["key"]): r
+        for r in crossed(config, ledger, {**PLAIN, "sent_as_it_is": plain}).records
+    }
     assert set(found) == {
         ("books", "item_vectors"), ("films", "item_vectors"), ("books, films", "centres"), ("books", "labels"),
         ("films", "labels"),
     }  # fmt: skip
     books, both = found["books", "item_vectors"], found["books, films", "centres"]
-    assert (books["messages"], books["bytes"], books["bytes_per_round"]) == (2, 2 * 10 * 4 * 4, 10 * 4 * 4)
-    assert (both["messages"], both["bytes"], both["bytes_per_round"]) == (2, 2 * 3 * 4 * 4, 3 * 4 * 4)
-    assert (books["grows"], both["grows"], found["films", "labels"]["grows"]) == ("items", "nothing", "items")
-    assert books["shape"] == "10 × 4 [n_items, dim]" and books["left"] == "as it is" and books["direction"] == "up"
+    assert (books["messages"], books["bytes"], books["bytes_per_round"]) == (
+        2,
+        2 * 10 * 4 * 4,
+        10 * 4 * 4,
+    )
+    assert (both["messages"], both["bytes"], both["bytes_per_round"]) == (
+        2,
+        2 * 3 * 4 * 4,
+        3 * 4 * 4,
+    )
+    assert (books["grows"], both["grows"], found["films", "labels"]["grows"]) == (
+        "items",
+        "nothing",
+        "items",
+    )
+    assert (
+        books["shape"] == "10 × 4 [n_items, dim]"
+        and books["left"] == "as it is"
+        and books["direction"] == "up"
+    )
     assert found["films", "labels"]["bytes"] == 2 * 5 * 8
 
 
@@ -73,11 +108,19 @@ def test_a_model_is_one_row_whatever_the_number_of_its_arrays() -> None:
     ledger = [
         entry("federated", round, "books", "server", key, shape)
         for round in (1, 2, 3)
-        for key, shape in (("blocks.0.a", (4, 4)), ("blocks.1.a", (4, 4)), ("blocks.0.b", (4,)), ("n", (1,)))
+        for key, shape in (
+            ("blocks.0.a", (4, 4)),
+            ("blocks.1.a", (4, 4)),
+            ("blocks.0.b", (4,)),
+            ("n", (1,)),
+        )
     ]
     found = {row["key"]: row for row in crossed(config, ledger, PLAIN).records}
     assert set(found) == {"blocks.*", "n"}
-    assert found["blocks.*"]["shape"] == "3 arrays, 36 values" and found["blocks.*"]["grows"] == "the size of the model"
+    assert (
+        found["blocks.*"]["shape"] == "3 arrays, 36 values"
+        and found["blocks.*"]["grows"] == "the size of the model"
+    )
     assert found["blocks.*"]["messages"] == 3 and found["blocks.*"]["bytes"] == 3 * 36 * 4
     assert found["blocks.*"]["bytes_per_round"] == 36 * 4
     assert found["n"]["shape"] == "1" and found["n"]["grows"] == "nothing"
@@ -86,17 +129,30 @@ def test_a_model_is_one_row_whatever_the_number_of_its_arrays() -> None:
 def test_what_is_opened_and_what_is_sent_each_round() -> None:
     """What went before the first round (round 0) counts as a round of its own."""
     config = build("fedsasrec")
-    ledger = [entry("federated", round, "server", "books", "positions", (2, 4)) for round in (0, 1, 2)]
+    ledger = [
+        entry("federated", round, "server", "books", "positions", (2, 4)) for round in (0, 1, 2)
+    ]
     (row,) = crossed(config, ledger, PLAIN).records
-    assert (row["messages"], row["bytes"], row["bytes_per_round"], row["domains"]) == (3, 96, 32, "books")
+    assert (row["messages"], row["bytes"], row["bytes_per_round"], row["domains"]) == (
+        3,
+        96,
+        32,
+        "books",
+    )
 
 
-# -- the attack ----------------------------------------------------------------------------------------------------
+# -- the attack ------------------------------------------------------------------------------------
 
 
 def test_the_attack_stands_beside_its_baselines() -> None:
-    measured = {f"v{what}/f1_at_{k}": base / k for what, base in (("", 0.5), ("_random", 0.1)) for k in (1, 5)}
-    grid = attack({"books": measured | {"v_popularity/f1_at_1": 0.25, "v_popularity/f1_at_5": 0.05}})
+    measured = {
+        f"v{what}/f1_at_{k}": base / k
+        for what, base in (("", 0.5), ("_random", 0.1))
+        for k in (1, 5)
+    }
+    grid = attack(
+        {"books": measured | {"v_popularity/f1_at_1": 0.25, "v_popularity/f1_at_5": 0.05}}
+    )
     assert grid is not None and [column.name for column in grid.columns[3:]] == ["Top-1", "Top-5"]
     assert grid.rows == (
         ("books", "v", "similar vectors", "0.5000", "0.1000"),
@@ -108,7 +164,7 @@ def test_the_attack_stands_beside_its_baselines() -> None:
     assert attack({"books": {}}) is None and attack({}) is None
 
 
-# -- pages of runs -------------------------------------------------------------------------------------------------
+# -- pages of runs ---------------------------------------------------------------------------------
 
 
 def texts(page: Page, title: str) -> str:
@@ -120,7 +176,9 @@ ATTACK, ACCOUNT = "What an attacker infers from uploaded item vectors", "The pri
 
 
 def test_a_run_under_noise(shops: Path, tmp_path: Path) -> None:
-    """Gossip of 3 domains in 4 rounds: 2 receivers each, 3 numbers of 4 bytes; 2 releases of ε = 2 in a message."""
+    """Gossip of 3 domains in 4 rounds: 2 receivers each, 3 numbers of 4 bytes; 2 releases of ε = 2
+    in a message.
+    """
     page = audit(run("toys:WHISPER", shops, tmp_path, "rounds=4", "count=2"))
     (crossing,) = page.sections[0].grids
     assert crossing.rows[0][:2] == ("books, films, games", "to other domains")
@@ -135,19 +193,28 @@ def test_a_run_with_and_without_the_attack(shops: Path, tmp_path: Path) -> None:
     small = ("K=4", "dim=8", "rounds=1", "epochs=0", "batch_size=64", "text.encoder=hashing:32")
     silent = run("fedcrf", shops, tmp_path, *small)
     page = audit(silent)
-    assert f"`crossfed run {silent / 'config.yaml'} --set evaluation.audit=true`" in texts(page, ATTACK)
+    assert f"`crossfed run {silent / 'config.yaml'} --set evaluation.audit=true`" in texts(
+        page, ATTACK
+    )
     assert "no release is perturbed: what crosses is sent as it is." in texts(page, ACCOUNT)
     attacked = run("fedcrf", shops, tmp_path, *small, "evaluation.audit=true")
     (grid,) = audit(attacked).sections[1].grids
-    f1 = read_json(attacked / "result.json")["domains"]["films"]["audit"]["item_vectors_popularity/f1_at_3"]
-    assert grid.rows[5] == ("films", "item_vectors", "popularity", *grid.rows[5][3:]) and grid.rows[5][4] == f"{f1:.4f}"
+    f1 = read_json(attacked / "result.json")["domains"]["films"]["audit"][
+        "item_vectors_popularity/f1_at_3"
+    ]
+    assert (
+        grid.rows[5] == ("films", "item_vectors", "popularity", *grid.rows[5][3:])
+        and grid.rows[5][4] == f"{f1:.4f}"
+    )
     never = run("fedcrf", shops, tmp_path, *small, "evaluation.audit=true", "ablation=fed")
     assert "No array with one row per item has left" in texts(audit(never), ATTACK)
 
 
 def test_a_run_that_exchanges_nothing(shops: Path, tmp_path: Path) -> None:
     page = audit(run("toy_controls:ALONE", shops, tmp_path))
-    assert page.sections[0].grids == () and page.sections[0].text[0].startswith("Nothing: no message has left")
+    assert page.sections[0].grids == () and page.sections[0].text[0].startswith(
+        "Nothing: no message has left"
+    )
     assert texts(page, ACCOUNT) == "nothing crosses."
 
 
@@ -163,7 +230,7 @@ def test_an_unfinished_run_and_a_controlled_one_say_so(shops: Path, tmp_path: Pa
     assert audit(started[0]).sections[0].grids[0].rows[0][8] == "2"
 
 
-# -- the command ---------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 class Sources(HTMLParser):
@@ -184,23 +251,47 @@ class Sources(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_command_writes_the_page_and_the_controls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_the_page_and_the_controls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logged: list[Path] = []
-    monkeypatch.setattr(tracker, "add_artifact", lambda run_dir, path: logged.append(path) or "recorded")
-    run_dir = run("toy_controls:COPIES", twins(tmp_path / "twins", n_users=30, n_items=300), tmp_path)
-    command = ["audit", run_dir.name, "--out", str(tmp_path), "--controls", "--seeds", "1", "--progress", "quiet"]
-    done = CliRunner().invoke(app, [*command, "--local", "toy_controls:ALONE"], catch_exceptions=False)
+    monkeypatch.setattr(
+        tracker, "add_artifact", lambda run_dir, path: logged.append(path) or "recorded"
+    )
+    run_dir = run(
+        "toy_controls:COPIES", twins(tmp_path / "twins", n_users=30, n_items=300), tmp_path
+    )
+    command = [
+        "audit",
+        run_dir.name,
+        "--out",
+        str(tmp_path),
+        "--controls",
+        "--seeds",
+        "1",
+        "--progress",
+        "quiet",
+    ]
+    done = CliRunner().invoke(
+        app, [*command, "--local", "toy_controls:ALONE"], catch_exceptions=False
+    )
     assert done.exit_code == 0 and "6 of 6: stale, seed 0: running" in done.output
-    assert logged == [run_dir / name for name in ("controls.json", "controls.md", "audit.md", "audit.html")]
+    assert logged == [
+        run_dir / name for name in ("controls.json", "controls.md", "audit.md", "audit.html")
+    ]
     table = (run_dir / "controls.md").read_text()
     assert table in done.output and "| left | honest | what was sent | 1 | **1.0000** |" in table
-    assert "left: transfer (joint less solo) is +0." in done.output and "| left | solo | nothing: a fed" in table
+    assert (
+        "left: transfer (joint less solo) is +0." in done.output
+        and ("| left | solo | nothing: a fed") in table
+    )
     markdown, html = ((run_dir / f"audit.{kind}").read_text() for kind in ("md", "html"))
     for title in ("What left each domain", ATTACK, ACCOUNT, "Transfer controls"):
         assert f"## {title}\n" in markdown and f"<h2>{title}</h2>" in html
     assert "| stale | the first round&#39;s |" not in markdown and "the first round&#39;s" in html
     assert (
-        re.findall(r"!\[\w+\]\((.*)\)", markdown) == ["figures/bytes.png"] and (run_dir / "figures/bytes.png").is_file()
+        re.findall(r"!\[\w+\]\((.*)\)", markdown) == ["figures/bytes.png"]
+        and (run_dir / "figures/bytes.png").is_file()
     )
     sources = Sources()
     sources.feed(html)
@@ -210,11 +301,14 @@ def test_the_command_writes_the_page_and_the_controls(tmp_path: Path, monkeypatc
         and sources.found
     )
     assert "http" not in re.sub(r"data:image[^\"]*", "", html)
-    again = CliRunner().invoke(app, ["audit", str(run_dir)], catch_exceptions=False)  # the controls stay on the page
+    # the controls stay on the page
+    again = CliRunner().invoke(app, ["audit", str(run_dir)], catch_exceptions=False)
     assert again.exit_code == 0 and (run_dir / "audit.md").read_text() == markdown
 
 
-def test_an_interrupt_says_how_to_go_on(shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_says_how_to_go_on(
+    shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -245,7 +339,9 @@ def test_a_page_is_escaped_and_its_cells_are_marked(tmp_path: Path) -> None:
         "cap",
         foot=(("all", "3"),),
     )
-    files = write(Page("A & b", ("see `x <y>` there",), (Section("S", ("t",), (grid,)),)), tmp_path / "page")
+    files = write(
+        Page("A & b", ("see `x <y>` there",), (Section("S", ("t",), (grid,)),)), tmp_path / "page"
+    )
     html = files[1].read_text()
     assert "<title>A &amp; b</title>" in html and "see <code>x &lt;y&gt;</code> there" in html
     assert (
@@ -254,4 +350,8 @@ def test_a_page_is_escaped_and_its_cells_are_marked(tmp_path: Path) -> None:
         and '<td class="right"><u>2</u></td>' in html
     )
     assert '<th class="group" colspan="1">group</th>' in html and "<tfoot>" in html
-    assert files[0].read_text().startswith("# A & b\n\nsee `x <y>` there\n\n## S\n\nt\n\n### T\n\n| a | group b |")
+    assert (
+        files[0]
+        .read_text()
+        .startswith("# A & b\n\nsee `x <y>` there\n\n## S\n\nt\n\n### T\n\n| a | group b |")
+    )

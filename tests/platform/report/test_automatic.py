@@ -12,7 +12,9 @@ from crossfed.platform.report.automatic import run_analyses
 from crossfed.platform.report.recording import run_recorded
 
 
-@pytest.mark.parametrize(("method", "drawn"), [("fedcgr", {"cohorts", "upload", "weights"}), ("lightgcn", {"cohorts"})])
+@pytest.mark.parametrize(
+    ("method", "drawn"), [("fedcgr", {"cohorts", "upload", "weights"}), ("lightgcn", {"cohorts"})]
+)
 def test_a_run_draws_what_it_has_something_to_show_in(
     method: str, drawn: set[str], shops: Path, tmp_path: Path
 ) -> None:

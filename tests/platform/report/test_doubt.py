@@ -25,7 +25,13 @@ def at(mean: float, spread: float = 0.1, seed: int = 0) -> np.ndarray:
 
 def table(tmp_path: Path, sets: tuple[str, ...], **rows: dict[str, float]) -> Grid:
     paths = [
-        make_run(tmp_path / method, method, 0, {"books": {k: at(v) for k, v in values.items()}}, sets=sets)
+        make_run(
+            tmp_path / method,
+            method,
+            0,
+            {"books": {k: at(v) for k, v in values.items()}},
+            sets=sets,
+        )
         for method, values in rows.items()
     ]
     return comparison(load_runs(paths), ["ndcg@10", "hit_rate@10"]).table
@@ -40,9 +46,15 @@ def test_a_sampled_protocol_carries_its_chance(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "ndcg, words",
-    [(0.0454, "is within its interval of chance (0.0454)"), (0.02, "is below chance (0.0454)"), (0.08, None)],
+    [
+        (0.0454, "is within its interval of chance (0.0454)"),
+        (0.02, "is below chance (0.0454)"),
+        (0.08, None),
+    ],
 )
-def test_a_row_that_chance_explains_is_flagged(ndcg: float, words: str | None, tmp_path: Path) -> None:
+def test_a_row_that_chance_explains_is_flagged(
+    ndcg: float, words: str | None, tmp_path: Path
+) -> None:
     """400 users of deviation .1: the interval is ± .0098."""
     made = table(tmp_path, SAMPLED, lightgcn={"ndcg_at_10": ndcg, "hit_rate_at_10": 0.4})
     told = f"lightgcn, books: NDCG@10 {ndcg:.4f} ± 0.0098 {words}."
@@ -56,7 +68,9 @@ def test_below_chance_is_no_matter_where_all_items_are_ranked(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("ratio, flagged", [(0.79, False), (0.92, True)])
-def test_hits_that_are_nearly_all_first_are_flagged(ratio: float, flagged: bool, tmp_path: Path) -> None:
+def test_hits_that_are_nearly_all_first_are_flagged(
+    ratio: float, flagged: bool, tmp_path: Path
+) -> None:
     made = table(tmp_path, (), sasrec={"ndcg_at_10": 0.2 * ratio, "hit_rate_at_10": 0.2})
     assert (f"sasrec, books: NDCG@10 is {ratio:.2f} of HR@10" in made.caption) == flagged
 
@@ -64,12 +78,18 @@ def test_hits_that_are_nearly_all_first_are_flagged(ratio: float, flagged: bool,
 def test_a_sampled_result_wants_its_full_ranking_beside_it(tmp_path: Path) -> None:
     """It is there once a run of the full protocol says that it measured this one's model."""
     good = {"ndcg_at_10": 0.2, "hit_rate_at_10": 0.4}
-    assert "lightgcn: ranked among sampled items only" in table(tmp_path, SAMPLED, lightgcn=good).caption
+    assert (
+        "lightgcn: ranked among sampled items only"
+        in table(tmp_path, SAMPLED, lightgcn=good).caption
+    )
     full = make_run(tmp_path / "again", "lightgcn", 0, {"books": {"ndcg_at_10": at(0.05)}})
     made = comparison(load_runs([tmp_path / "lightgcn"]), ["ndcg@10"]).table
     assert "sampled items only" in made.caption
     result = json.loads((full / "result.json").read_text())
-    result |= {"protocol": "leave-one-out", "evaluated": {"run": "lightgcn", "protocol": "leave-one-out-99"}}
+    result |= {
+        "protocol": "leave-one-out",
+        "evaluated": {"run": "lightgcn", "protocol": "leave-one-out-99"},
+    }
     (full / "result.json").write_text(json.dumps(result))
     made = comparison(load_runs([tmp_path / "lightgcn"]), ["ndcg@10"]).table
     assert "sampled items only" not in made.caption
@@ -95,7 +115,12 @@ def test_a_run_measures_what_popularity_reaches(shops: Path, tmp_path: Path) -> 
     values = {"data": shops, "out": tmp_path, "backend": "inprocess", "tracking.enabled": False}
     small = ["dim=8", "epochs=1", "tracking.artifacts=false"]
     one = run_recorded(build("lightgcn", sets=small, values=values), finish=final_test)
-    pop = run_recorded(build("pop", sets=["tracking.artifacts=false"], values=values), finish=final_test)
+    pop = run_recorded(
+        build("pop", sets=["tracking.artifacts=false"], values=values), finish=final_test
+    )
     for domain, row in one.result["domains"].items():
         assert row["popularity"] == pop.result["domains"][domain]["test"] != row["test"]
-    assert "popularity" not in run_recorded(build("lightgcn", sets=small, values=values)).result["domains"]["books"]
+    assert (
+        "popularity"
+        not in run_recorded(build("lightgcn", sets=small, values=values)).result["domains"]["books"]
+    )

@@ -1,4 +1,6 @@
-"""Comparisons: every number of the tables against scipy and statsmodels, straight from the raw per-user values."""
+"""Comparisons: every number of the tables against scipy and statsmodels, straight from the raw
+per-user values.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,12 @@ def per_user(method: str, seed: int, domain: str) -> dict[str, np.ndarray]:
 def made(tmp_path_factory: pytest.TempPathFactory) -> list[Finished]:
     out = tmp_path_factory.mktemp("runs")
     paths = []
-    for method, seeds in {"lightgcn": (0, 1, 2), "sasrec": (0, 1, 2), "fedcrf": (0, 1, 2), "p2p_iagr": (1,)}.items():
+    for method, seeds in {
+        "lightgcn": (0, 1, 2),
+        "sasrec": (0, 1, 2),
+        "fedcrf": (0, 1, 2),
+        "p2p_iagr": (1,),
+    }.items():
         for seed in seeds:
             values = {domain: per_user(method, seed, domain) for domain in ("books", "toys")}
             paths.append(make_run(out / f"{method}-{seed}", method, seed, values))
@@ -49,7 +56,9 @@ def raw(runs: list[Finished], method: str, domain: str, metric: str) -> dict[int
     found = {}
     for run in runs:
         if run.result["method"] == method:
-            table = pd.read_parquet(run.path / "per_user" / f"{domain}.test.parquet").sort_values("user")
+            table = pd.read_parquet(run.path / "per_user" / f"{domain}.test.parquet").sort_values(
+                "user"
+            )
             found[run.result["seed"]] = table[metric].to_numpy()
     return found
 
@@ -88,7 +97,8 @@ def test_every_number_against_scipy_and_statsmodels(made: list[Finished]) -> Non
                 "paired_seeds": 3, "seeds_t_p": test.pvalue, "seeds_low": interval.low, "seeds_high": interval.high
             }  # fmt: skip
     by_t, by_rank = (
-        multipletests([expected[key][p] for key in keys], method="holm")[1] for p in ("users_t_p", "users_wilcoxon_p")
+        multipletests([expected[key][p] for key in keys], method="holm")[1]
+        for p in ("users_t_p", "users_wilcoxon_p")
     )
     seeded = [key for key in keys if "seeds_t_p" in expected[key]]
     by_seeds = multipletests([expected[key]["seeds_t_p"] for key in seeded], method="holm")[1]
@@ -105,12 +115,18 @@ def test_every_number_against_scipy_and_statsmodels(made: list[Finished]) -> Non
         if method == "fedcrf":
             assert float(records[key]["std"]) == pytest.approx(np.std(seeds_of, ddof=1))
         else:
-            assert records[key]["std"] == records[key]["seeds_t_p"] == records[key]["seeds_p_holm"] == ""
+            assert (
+                records[key]["std"]
+                == records[key]["seeds_t_p"]
+                == records[key]["seeds_p_holm"]
+                == ""
+            )
         better = bool(expected[key]["difference"] > 0)
         marks = "†" * bool(better and expected[key]["users_p_holm"] < 0.05)
         marks += "‡" * bool(better and expected[key].get("seeds_p_holm", 1) < 0.05)
         assert mark(found, *key) == marks
-    assert {mark(found, *key) for key in keys} == {"", "†", "†‡"}  # the data show all that can happen
+    # the data show all that can happen
+    assert {mark(found, *key) for key in keys} == {"", "†", "†‡"}
     assert records["lightgcn", "books", "recall_at_20"]["against"] == ""
 
 
@@ -119,13 +135,20 @@ def csv_of(text: str) -> list[dict[str, str]]:
 
 
 def mark(found: Any, label: str, domain: str, metric: str) -> str:
-    effect = next(e for e in found.effects if (e.label, e.domain, e.metric) == (label, domain, metric))
+    effect = next(
+        e for e in found.effects if (e.label, e.domain, e.metric) == (label, domain, metric)
+    )
     return effect.mark
 
 
 def test_best_second_and_improvement(made: list[Finished]) -> None:
     table = comparison(made, ["Recall@20"]).table
-    assert [column.name for column in table.columns] == ["method", "seeds", "Recall@20", "Recall@20"]
+    assert [column.name for column in table.columns] == [
+        "method",
+        "seeds",
+        "Recall@20",
+        "Recall@20",
+    ]
     assert [column.group for column in table.columns] == ["", "", "books", "toys"]
     rows = {row[0]: row for row in table.rows}
     shown = [table.cells(row)[3] for row in rows.values()]
@@ -133,11 +156,19 @@ def test_best_second_and_improvement(made: list[Finished]) -> None:
     assert [cell.second for cell in shown] == [False, True, False, False]
     assert "±" in shown[0].text and "±" not in shown[3].text  # a single seed has no deviation
     assert rows["lightgcn"][1] == "3" and rows["p2p_iagr"][1] == "1"
-    means = {m: np.mean([c.mean() for c in raw(made, m, "toys", "recall_at_20").values()]) for m in MEANS}
+    means = {
+        m: np.mean([c.mean() for c in raw(made, m, "toys", "recall_at_20").values()]) for m in MEANS
+    }
     foot = table.foot[0]
     assert foot[3] == f"{100 * (means['fedcrf'] / means['sasrec'] - 1):+.1f} %"
-    assert "synthetic" not in table.caption and "candidates books full:100, toys full:100" in table.caption
-    assert "protocol ratio-80-10-10, split seed 42" in table.caption and "(lightgcn, sasrec)" in table.caption
+    assert (
+        "synthetic" not in table.caption
+        and "candidates books full:100, toys full:100" in table.caption
+    )
+    assert (
+        "protocol ratio-80-10-10, split seed 42" in table.caption
+        and "(lightgcn, sasrec)" in table.caption
+    )
 
 
 def test_equal_means_are_both_best(tmp_path: Path) -> None:
@@ -154,7 +185,9 @@ def test_baselines(made: list[Finished]) -> None:
     federated = [run for run in made if run.result["scope"] == "federated"]
     assert baselines_of(federated) == ["fedcrf"]  # nobody stands for a baseline: the first
     assert baselines_of([run for run in made if run.result["scope"] == "local"]) == ["lightgcn"]
-    with pytest.raises(CrossfedError, match="There is no row 'nobody' to compare with; there are lightgcn, sasrec"):
+    with pytest.raises(
+        CrossfedError, match="There is no row 'nobody' to compare with; there are lightgcn, sasrec"
+    ):
         baselines_of(made, ["nobody"])
 
 
@@ -165,10 +198,17 @@ def test_only_the_test_split_is_tested(made: list[Finished]) -> None:
 
 
 def test_pooled_rows_are_not_ranked(tmp_path: Path) -> None:
-    """The row that saw everything may be best; among those that may be chosen, the others are first and second."""
+    """The row that saw everything may be best; among those that may be chosen, the others are first
+    and second.
+    """
     runs = [
         make_run(
-            tmp_path / f"{name}-{mean}", name, 0, {"books": {"recall_at_20": np.full(9, mean)}}, sets=sets, scope=scope
+            tmp_path / f"{name}-{mean}",
+            name,
+            0,
+            {"books": {"recall_at_20": np.full(9, mean)}},
+            sets=sets,
+            scope=scope,
         )
         for name, mean, sets, scope in (
             ("lightgcn", 0.2, (), "local"),
@@ -178,24 +218,40 @@ def test_pooled_rows_are_not_ranked(tmp_path: Path) -> None:
     ]
     found = comparison(load_runs(runs))
     rows = {row[0]: found.table.cells(row)[2] for row in found.table.rows}
-    assert [(c.best, c.second) for c in rows.values()] == [(False, True), (False, False), (True, False)]
-    assert "lightgcn (layers=3) (not private)" in rows and "saw all domains' interactions" in found.table.caption
+    assert [(c.best, c.second) for c in rows.values()] == [
+        (False, True),
+        (False, False),
+        (True, False),
+    ]
+    assert (
+        "lightgcn (layers=3) (not private)" in rows
+        and "saw all domains' interactions" in found.table.caption
+    )
     assert found.table.foot[0][2] == "+50.0 %"
     assert [r["private"] for r in csv_of(found.table.csv())] == ["1", "0", "1"]
-    assert {effect.label for effect in found.effects} == {"fedcrf"}, "what may not be chosen is not tested"
+    assert {effect.label for effect in found.effects} == {"fedcrf"}, (
+        "what may not be chosen is not tested"
+    )
     pooled_first = load_runs([runs[1], runs[2]])
-    assert baselines_of(pooled_first) == ["fedcrf"] and baselines_of(pooled_first, ["lightgcn"]) == [
-        pooled_first[0].label
-    ]
+    assert baselines_of(pooled_first) == ["fedcrf"] and baselines_of(
+        pooled_first, ["lightgcn"]
+    ) == [pooled_first[0].label]
 
 
 def test_a_metric_without_values_per_user_is_tested_over_seeds_alone(tmp_path: Path) -> None:
     paths = []
     for method, base in (("lightgcn", 0.2), ("fedcrf", 0.3)):
         for seed in range(3):
-            path = make_run(tmp_path / f"{method}{seed}", method, seed, {"books": {"recall_at_20": users(seed, base)}})
+            path = make_run(
+                tmp_path / f"{method}{seed}",
+                method,
+                seed,
+                {"books": {"recall_at_20": users(seed, base)}},
+            )
             result = json.loads((path / "result.json").read_text())
-            result["domains"]["books"]["test"]["coverage_at_20"] = base + 0.01 * seed**2 * (method == "fedcrf")
+            result["domains"]["books"]["test"]["coverage_at_20"] = base + 0.01 * seed**2 * (
+                method == "fedcrf"
+            )
             (path / "result.json").write_text(json.dumps(result))
             paths.append(path)
     [effect] = comparison(load_runs(paths), ["coverage@20"]).effects
@@ -205,7 +261,12 @@ def test_a_metric_without_values_per_user_is_tested_over_seeds_alone(tmp_path: P
 def test_seeds_without_spread_have_no_test(tmp_path: Path) -> None:
     """Methods that no seed moves: the same difference thrice is one observation, not three."""
     paths = [
-        make_run(tmp_path / f"{method}{seed}", method, seed, {"books": {"recall_at_20": users(0, base, spread=0)}})
+        make_run(
+            tmp_path / f"{method}{seed}",
+            method,
+            seed,
+            {"books": {"recall_at_20": users(0, base, spread=0)}},
+        )
         for method, base in (("lightgcn", 0.25), ("fedcrf", 0.5))
         for seed in range(3)
     ]
@@ -220,7 +281,12 @@ def test_differences_over_seeds_are_those_of_the_common_seeds(tmp_path: Path) ->
         values = {"books": {"recall_at_20": np.full(60, level)}}
         return make_run(tmp_path / f"{method}{seed}", method, seed, values)
 
-    paths = [made("lightgcn", 0, 0.40), made("lightgcn", 1, 0.42), made("fedcrf", 0, 0.45), made("fedcrf", 1, 0.50)]
+    paths = [
+        made("lightgcn", 0, 0.40),
+        made("lightgcn", 1, 0.42),
+        made("fedcrf", 0, 0.45),
+        made("fedcrf", 1, 0.50),
+    ]
     found = comparison(load_runs([*paths, made("fedcrf", 2, 0.90)]), METRICS[:1])
     [effect], [_, over_seeds] = found.effects, found.tests
     assert effect.difference == pytest.approx(0.6167 - 0.41, abs=1e-4)
@@ -228,11 +294,15 @@ def test_differences_over_seeds_are_those_of_the_common_seeds(tmp_path: Path) ->
     assert over_seeds.rows[0][4:6] == ("+0.0650", "+15.9 %")
     assert float(csv_of(over_seeds.csv())[0]["seeds_difference"]) == pytest.approx(0.065)
     more = comparison(load_runs([*paths, made("lightgcn", 7, 0.80)]), METRICS[:1])
-    assert more.tests[1].rows[0][4:6] == ("+0.0650", "+15.9 %"), "relative to the baseline on those seeds"
+    assert more.tests[1].rows[0][4:6] == ("+0.0650", "+15.9 %"), (
+        "relative to the baseline on those seeds"
+    )
 
 
 def test_a_dagger_needs_the_mean_as_well(tmp_path: Path) -> None:
-    """49 users gain a little, 11 lose a lot: Wilcoxon's test sees a gain, the mean is nearly the same."""
+    """49 users gain a little, 11 lose a lot: Wilcoxon's test sees a gain, the mean is nearly the
+    same.
+    """
     base = users(0, 0.5)
     gain = np.r_[np.linspace(0.1, 0.15, 49), np.full(11, -0.5)]
     paths = [
@@ -246,7 +316,12 @@ def test_a_dagger_needs_the_mean_as_well(tmp_path: Path) -> None:
 
 def test_worse_is_never_marked(tmp_path: Path) -> None:
     paths = [
-        make_run(tmp_path / f"{method}{seed}", method, seed, {"books": {"recall_at_20": users(seed + shift, base)}})
+        make_run(
+            tmp_path / f"{method}{seed}",
+            method,
+            seed,
+            {"books": {"recall_at_20": users(seed + shift, base)}},
+        )
         for method, base, shift in (("lightgcn", 0.5, 0), ("fedcrf", 0.2, 9))
         for seed in range(3)
     ]
@@ -257,8 +332,14 @@ def test_worse_is_never_marked(tmp_path: Path) -> None:
 
 def test_default_metrics(made: list[Finished], tmp_path: Path) -> None:
     assert default_metrics(made) == ["recall_at_20", "ndcg_at_20"]
-    sets = ("evaluation.ks=[1,10]", "evaluation.metrics=[hit_rate,ndcg]", "evaluation.select=ndcg@10")
-    values = {"books": {f"{m}_at_{k}": users(0, 0.3) for m in ("hit_rate", "ndcg") for k in (1, 10)}}
+    sets = (
+        "evaluation.ks=[1,10]",
+        "evaluation.metrics=[hit_rate,ndcg]",
+        "evaluation.select=ndcg@10",
+    )
+    values = {
+        "books": {f"{m}_at_{k}": users(0, 0.3) for m in ("hit_rate", "ndcg") for k in (1, 10)}
+    }
     assert default_metrics(load_runs([make_run(tmp_path / "a", "lightgcn", 0, values, sets=sets)])) == [
         "ndcg_at_10", "hit_rate_at_10"
     ]  # fmt: skip
@@ -266,29 +347,40 @@ def test_default_metrics(made: list[Finished], tmp_path: Path) -> None:
 
 def test_what_is_missing_is_named(made: list[Finished], tmp_path: Path) -> None:
     with pytest.raises(
-        CrossfedError, match="lightgcn-0 has no test map_at_20 for books; it has recall_at_20, ndcg_at_20"
+        CrossfedError,
+        match="lightgcn-0 has no test map_at_20 for books; it has recall_at_20, ndcg_at_20",
     ):
         comparison(made, ["map@20"])
     with pytest.raises(CrossfedError, match="unknown metric"):
         comparison(made, ["recal@20"])
-    with pytest.raises(CrossfedError, match="no domain 'music' in these runs; there are books, toys"):
+    with pytest.raises(
+        CrossfedError, match="no domain 'music' in these runs; there are books, toys"
+    ):
         comparison(made, domains=["music"])
     values = {"books": {"recall_at_20": users(0, 0.3)}}
-    runs = load_runs([make_run(tmp_path / name, name, 0, values) for name in ("lightgcn", "fedcrf")])
+    runs = load_runs(
+        [make_run(tmp_path / name, name, 0, values) for name in ("lightgcn", "fedcrf")]
+    )
     (runs[1].path / "per_user" / "books.test.parquet").unlink()
     with pytest.raises(CrossfedError, match="holds no per-user test values of domain 'books'"):
         comparison(runs)
 
 
 def test_no_number_is_refused(tmp_path: Path) -> None:
-    runs = load_runs([make_run(tmp_path / "a", "lightgcn", 0, {"books": {"recall_at_20": np.full(9, np.nan)}})])
-    with pytest.raises(CrossfedError, match="The test recall_at_20 of a for books is nan: its result is damaged"):
+    runs = load_runs(
+        [make_run(tmp_path / "a", "lightgcn", 0, {"books": {"recall_at_20": np.full(9, np.nan)}})]
+    )
+    with pytest.raises(
+        CrossfedError, match="The test recall_at_20 of a for books is nan: its result is damaged"
+    ):
         comparison(runs, METRICS[:1])
 
 
 def test_other_users_are_refused(tmp_path: Path) -> None:
     runs = [
-        make_run(tmp_path / str(seed), "lightgcn", seed, {"books": {"recall_at_20": users(0, 0.3, n)}})
+        make_run(
+            tmp_path / str(seed), "lightgcn", seed, {"books": {"recall_at_20": users(0, 0.3, n)}}
+        )
         for seed, n in ((0, 60), (1, 59))
     ]
     runs.append(make_run(tmp_path / "f", "fedcrf", 0, {"books": {"recall_at_20": users(0, 0.3)}}))

@@ -44,8 +44,14 @@ def history(sent: float = 1000.0) -> list[dict[str, Any]]:
     rows = []
     for step in range(1, 7):
         metrics = {f"val/{d}/recall_at_20": v[step - 1] / 10 for d, v in recalls.items()}
-        metrics |= {f"val/{d}/ndcg_at_20": 0.01 * step for d in recalls} | {f"val/{d}/ndcg_at_10": 0.5 for d in recalls}
-        metrics |= {"val/mean/recall_at_20": 0.5, "train/A/loss": 1.0 / step, "train/server/moved": 1000.0 / step**4}
+        metrics |= {f"val/{d}/ndcg_at_20": 0.01 * step for d in recalls} | {
+            f"val/{d}/ndcg_at_10": 0.5 for d in recalls
+        }
+        metrics |= {
+            "val/mean/recall_at_20": 0.5,
+            "train/A/loss": 1.0 / step,
+            "train/server/moved": 1000.0 / step**4,
+        }
         stage = "pretrain" if step <= 3 else "finetune"
         rows.append(
             {"stage": stage, "round": (step - 1) % 3 + 1, "step": step, "metrics": metrics, "bytes_up": sent,
@@ -55,7 +61,9 @@ def history(sent: float = 1000.0) -> list[dict[str, Any]]:
 
 
 def texts(figure: Figure) -> str:
-    return "\n".join(t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text")) if t.get_text())
+    return "\n".join(
+        t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text")) if t.get_text()
+    )
 
 
 def test_a_figure_says_what_it_is_about() -> None:
@@ -69,7 +77,11 @@ def test_real_data_is_not_called_synthetic() -> None:
 
 
 def stars(figure: Figure, panel: int = 0) -> list[tuple[float, float]]:
-    return [(line.get_xdata()[0], line.get_ydata()[0]) for line in figure.axes[panel].lines if line.get_marker() == "*"]
+    return [
+        (line.get_xdata()[0], line.get_ydata()[0])
+        for line in figure.axes[panel].lines
+        if line.get_marker() == "*"
+    ]
 
 
 def test_validation_curves() -> None:
@@ -110,7 +122,10 @@ def test_losses_and_diagnostics_have_one_panel_per_name_and_a_log_axis_for_a_wid
         row["metrics"] |= {"train/server/weight_A_B": 0.5, "train/A/loss_sid": 2.0}
     losses, others = loss_curves(rows, ABOUT), diagnostics(rows, ABOUT)
     assert losses is not None and others is not None
-    assert [(a.get_ylabel(), a.get_yscale()) for a in losses.axes] == [("loss", "linear"), ("loss sid", "linear")]
+    assert [(a.get_ylabel(), a.get_yscale()) for a in losses.axes] == [
+        ("loss", "linear"),
+        ("loss sid", "linear"),
+    ]
     assert [(a.get_ylabel(), a.get_yscale()) for a in others.axes] == [("moved", "log")]
     assert diagnostics(history()[:0], ABOUT) is None
 
@@ -124,7 +139,11 @@ def test_the_use_of_codebooks_per_level_and_domain() -> None:
         "collision_rate": {"A": 0.25, "B": 0.5},
     }
     figure = codebook_use(told, ABOUT)
-    assert [[p.get_height() for p in axis.patches] for axis in figure.axes] == [[6.0, 5.0], [0.0, 1.0], [25.0, 50.0]]
+    assert [[p.get_height() for p in axis.patches] for axis in figure.axes] == [
+        [6.0, 5.0],
+        [0.0, 1.0],
+        [25.0, 50.0],
+    ]
 
 
 def test_bytes_per_round_counts_all() -> None:
@@ -136,7 +155,10 @@ def test_bytes_per_round_counts_all() -> None:
 
 
 def test_stages_that_send_nothing_are_named_instead_of_drawn() -> None:
-    rows = [row | ({"bytes_up": 0, "bytes_down": 0} if row["stage"] == "finetune" else {}) for row in history()]
+    rows = [
+        row | ({"bytes_up": 0, "bytes_down": 0} if row["stage"] == "finetune" else {})
+        for row in history()
+    ]
     figure = bytes_per_round(rows, ABOUT)
     assert figure is not None
     assert len(figure.axes[0].patches) == 6
@@ -172,7 +194,10 @@ def test_saved_as_png_without_pyplot(tmp_path: Path) -> None:
         assert path.read_bytes().startswith(b"\x89PNG")
         assert path.stat().st_size < 300_000
     code = "import sys, crossfed.platform.report.figures; print('matplotlib.pyplot' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "False\n"
+    )
 
 
 def test_prototypes_are_drawn_for_every_domain_that_exports_them(tmp_path: Path) -> None:
@@ -181,7 +206,10 @@ def test_prototypes_are_drawn_for_every_domain_that_exports_them(tmp_path: Path)
     table = np.eye(4, 6, dtype=np.float32)
     table[1] = table[0]  # two prototypes that have collapsed into one
     for name in ("books", "films"):
-        save_file({"user_prototypes": table, "items": np.eye(5, 3, dtype=np.float32)}, tmp_path / f"{name}.safetensors")
+        save_file(
+            {"user_prototypes": table, "items": np.eye(5, 3, dtype=np.float32)},
+            tmp_path / f"{name}.safetensors",
+        )
     drawn = model_figures(tmp_path, ["books", "films"], RESULT)
     assert list(drawn) == ["user_prototypes"]
     heat, _, plane, _ = drawn["user_prototypes"].axes[:4]

@@ -17,7 +17,8 @@ from made_runs import make_run, users
 
 def values(mean: float = 0.3, seed: int = 0) -> dict[str, Any]:
     return {
-        name: {"recall_at_20": users(seed, mean), "ndcg_at_20": users(seed, mean / 2)} for name in ("books", "toys")
+        name: {"recall_at_20": users(seed, mean), "ndcg_at_20": users(seed, mean / 2)}
+        for name in ("books", "toys")
     }
 
 
@@ -31,7 +32,13 @@ def test_rows_are_methods_and_the_settings_that_differ(tmp_path: Path) -> None:
         make_run(tmp_path / "a", "lightgcn", 1, values()),
         make_run(tmp_path / "b", "fedcrf", 1, values(), sets=("K=30",)),
         make_run(tmp_path / "c", "fedcrf", 1, values(), sets=("K=40", "text.encoder=hashing:64")),
-        make_run(tmp_path / "d", "fedcrf", 2, values(), sets=("K=30", "resources.threads=2", "evaluation.audit=true")),
+        make_run(
+            tmp_path / "d",
+            "fedcrf",
+            2,
+            values(),
+            sets=("K=30", "resources.threads=2", "evaluation.audit=true"),
+        ),
     ]
     b, c = "fedcrf (K=30, text.encoder=minilm)", "fedcrf (K=40, text.encoder=hashing:64)"
     assert [run.label for run in load_runs(paths)] == ["lightgcn", b, c, b]
@@ -39,20 +46,31 @@ def test_rows_are_methods_and_the_settings_that_differ(tmp_path: Path) -> None:
 
 
 def test_a_row_tells_what_makes_its_numbers_mean_something_else(tmp_path: Path) -> None:
-    """A share of the data, and a control, also where all rows of a method have it, or all rows at all."""
+    """A share of the data, and a control, also where all rows of a method have it, or all rows at
+    all.
+    """
     paths = [
         make_run(tmp_path / "a", "lightgcn", 1, values(), sets=("evaluation.train_share=0.4",)),
-        make_run(tmp_path / "b", "lightgcn", 2, values(), sets=("evaluation.train_share=0.4", "layers=4")),
+        make_run(
+            tmp_path / "b", "lightgcn", 2, values(), sets=("evaluation.train_share=0.4", "layers=4")
+        ),
         make_run(tmp_path / "c", "fedcrf", 1, values(), sets=("control=noise",)),
     ]
-    labels = ["lightgcn (layers=2, evaluation.train_share=0.4)", "lightgcn (layers=4, evaluation.train_share=0.4)"]
+    labels = [
+        "lightgcn (layers=2, evaluation.train_share=0.4)",
+        "lightgcn (layers=4, evaluation.train_share=0.4)",
+    ]
     assert [run.label for run in load_runs(paths)] == [*labels, "fedcrf (control=noise)"]
     assert [run.label for run in load_runs(paths[:1])] == ["lightgcn (evaluation.train_share=0.4)"]
-    assert [run.label for run in relabelled(load_runs(paths[:1]), "evaluation.train_share")] == ["lightgcn"]
+    assert [run.label for run in relabelled(load_runs(paths[:1]), "evaluation.train_share")] == [
+        "lightgcn"
+    ]
 
 
 def test_a_setting_that_came_later_has_its_default(tmp_path: Path) -> None:
-    """A run written before a key existed is the same configuration as one written after it, with the default."""
+    """A run written before a key existed is the same configuration as one written after it, with
+    the default.
+    """
     old, new = (make_run(tmp_path / str(seed), "fedcrf", seed, values()) for seed in (1, 2))
     result = json.loads((old / "result.json").read_text())
     del result["config"]["warm_start"]
@@ -70,7 +88,9 @@ def test_a_run_named_twice_counts_once(tmp_path: Path) -> None:
 def test_the_same_configuration_and_seed_twice_is_told(tmp_path: Path) -> None:
     for name in ("a", "b"):
         make_run(tmp_path / name, "lightgcn", 1, values())
-    with pytest.raises(CrossfedError, match="a and b are both lightgcn with seed 1, the same configuration"):
+    with pytest.raises(
+        CrossfedError, match="a and b are both lightgcn with seed 1, the same configuration"
+    ):
         names(tmp_path, "a", "b")
 
 
@@ -87,7 +107,11 @@ def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         make_run(tmp_path / name, "lightgcn", 1, values())
     (tmp_path / "b" / "result.json").unlink()
-    with pytest.raises(CrossfedError, match=r"b has not finished: there is no result\.json; crossfed run --resume"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"b has not finished: there is no result\.json; "
+        r"crossfed run --resume",
+    ):
         names(tmp_path, "a", "b")
     with pytest.raises(CrossfedError, match="There is no run 'nothing'"):
         names(tmp_path, "a", "nothing")
@@ -119,7 +143,10 @@ def test_what_is_not_comparable_is_not_mixed(
     tmp_path: Path, changes: dict[str, Any], what: str, both: tuple[str, str]
 ) -> None:
     runs = load_runs(
-        [make_run(tmp_path / "a", "lightgcn", 1, values()), make_run(tmp_path / "b", "fedcrf", 1, values(), **changes)]
+        [
+            make_run(tmp_path / "a", "lightgcn", 1, values()),
+            make_run(tmp_path / "b", "fedcrf", 1, values(), **changes),
+        ]
     )
     with pytest.raises(CrossfedError) as error:
         check_comparable(runs)
@@ -129,14 +156,28 @@ def test_what_is_not_comparable_is_not_mixed(
 
 def test_other_domains_are_not_mixed(tmp_path: Path) -> None:
     fewer = {"books": values()["books"]}
-    runs = load_runs([make_run(tmp_path / "a", "lightgcn", 1, values()), make_run(tmp_path / "b", "fedcrf", 1, fewer)])
-    with pytest.raises(CrossfedError, match=r"differ in domains: books, toys \(a\) against books \(b\)\.$"):
+    runs = load_runs(
+        [
+            make_run(tmp_path / "a", "lightgcn", 1, values()),
+            make_run(tmp_path / "b", "fedcrf", 1, fewer),
+        ]
+    )
+    with pytest.raises(
+        CrossfedError,
+        match=r"differ in domains: books, toys \(a\) against "
+        r"books \(b\)\.$",
+    ):
         check_comparable(runs)
 
 
 def test_candidates_are_those_of_the_split(tmp_path: Path) -> None:
-    """Validation and test users have candidates of their own; those of the other split do not matter."""
-    one, two = make_run(tmp_path / "a", "lightgcn", 1, values()), make_run(tmp_path / "b", "fedcrf", 1, values())
+    """Validation and test users have candidates of their own; those of the other split do not
+    matter.
+    """
+    one, two = (
+        make_run(tmp_path / "a", "lightgcn", 1, values()),
+        make_run(tmp_path / "b", "fedcrf", 1, values()),
+    )
     result = json.loads((two / "result.json").read_text())
     result["domains"]["toys"]["validation_candidates"] = "sampled-99:5d"
     (two / "result.json").write_text(json.dumps(result))
@@ -156,7 +197,7 @@ def test_a_run_that_never_read_the_test_split_is_refused(tmp_path: Path) -> None
         check_comparable(load_runs([run]))
 
 
-# -- studies -----------------------------------------------------------------------------------------------------
+# -- studies ---------------------------------------------------------------------------------------
 
 
 def study(folder: Path, seeds: int, method: str = "fedcrf", **sets: Any) -> Path:
@@ -165,7 +206,13 @@ def study(folder: Path, seeds: int, method: str = "fedcrf", **sets: Any) -> Path
     folder.mkdir(parents=True)
     (folder / "study.yaml").write_text(f"search: {{name: {folder.name}, seeds: {seeds}}}\n")
     for seed in range(seeds):
-        make_run(folder / final_name(seed), method, seed, values(), sets=tuple(f"{k}={v}" for k, v in sets.items()))
+        make_run(
+            folder / final_name(seed),
+            method,
+            seed,
+            values(),
+            sets=tuple(f"{k}={v}" for k, v in sets.items()),
+        )
     make_run(folder / "trial-0000", method, 0, values())
     make_run(folder / f"{final_name(0)}-of-trial-1", method, 0, values())
     return folder
@@ -184,12 +231,13 @@ def test_an_unfinished_study_is_refused(tmp_path: Path) -> None:
     folder = study(tmp_path / "care", 2)
     (folder / "final-seed-1" / "result.json").unlink()
     with pytest.raises(
-        CrossfedError, match="care has not finished: 1 of its 2 final runs are there; crossfed tune resume"
+        CrossfedError,
+        match="care has not finished: 1 of its 2 final runs are there; crossfed tune resume",
     ):
         names(tmp_path, "care")
 
 
-# -- MLflow ------------------------------------------------------------------------------------------------------
+# -- MLflow ----------------------------------------------------------------------------------------
 
 
 def track(run: Path, artifacts: bool = True, status: str | None = "FINISHED", **tags: str) -> None:
@@ -210,13 +258,17 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     track(make_run(out / "a", "lightgcn", 1, values(0.2)), data="shops")
     track(make_run(out / "b", "fedcrf", 1, values(0.3)), data="shops", study="care", role="final")
     track(make_run(out / "c", "fedcrf", 2, values(0.3)), data="shops", study="care", role="final")
-    track(make_run(out / "parent", "fedcrf", 2, values(0.3)), data="shops", study="care", role="study")
+    track(
+        make_run(out / "parent", "fedcrf", 2, values(0.3)), data="shops", study="care", role="study"
+    )
     track(make_run(out / "bare", "sasrec", 1, values(0.2)), artifacts=False, data="bare")
     track(make_run(out / "open", "sasrec", 2, values(0.2)), status=None, data="open")
     return out
 
 
-def test_a_filter_finds_runs_and_copies_what_a_comparison_needs(tracked: Path, tmp_path: Path) -> None:
+def test_a_filter_finds_runs_and_copies_what_a_comparison_needs(
+    tracked: Path, tmp_path: Path
+) -> None:
     uri = f"sqlite:///{tracked / 'mlflow.db'}"
     with gather(["mlflow:tags.data = 'shops'"], tmp_path, uri) as runs:
         assert {(run.label, run.result["seed"], run.study) for run in runs} == {

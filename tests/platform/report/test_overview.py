@@ -1,4 +1,6 @@
-"""The page about runs or a study: everything is on it, nothing is fetched, and nothing that a name holds breaks it."""
+"""The page about runs or a study: everything is on it, nothing is fetched, and nothing that a name
+holds breaks it.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class Checked(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
         assert tag not in ("script", "link", "iframe")
-        self.fetched += [value for name, value in attrs if name in ("src", "href", "srcset", "data")]
+        self.fetched += [
+            value for name, value in attrs if name in ("src", "href", "srcset", "data")
+        ]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -69,7 +73,8 @@ class Checked(HTMLParser):
 
 def values(mean: float, seed: int = 0) -> dict[str, Any]:
     return {
-        name: {"recall_at_20": users(seed, mean), "ndcg_at_20": users(seed, mean / 2)} for name in ("books", "toys")
+        name: {"recall_at_20": users(seed, mean), "ndcg_at_20": users(seed, mean / 2)}
+        for name in ("books", "toys")
     }
 
 
@@ -84,7 +89,15 @@ def made(out: Path) -> list[Path]:
         "sent_as_it_is": ["pretrain: item_vectors (up)"],
     }
     for seed in (0, 1):
-        path = make_run(out / f"f{seed}", "fedcrf", seed, values(0.3, seed + 5), history=ROWS, bytes=up, privacy=plain)
+        path = make_run(
+            out / f"f{seed}",
+            "fedcrf",
+            seed,
+            values(0.3, seed + 5),
+            history=ROWS,
+            bytes=up,
+            privacy=plain,
+        )
         row = SENT | {"shape": [10, 64], "dtype": "float32", "bytes": 2560, "copy": 0}
         (path / "ledger.jsonl").write_text(json.dumps(row) + "\n")
         paths.append(path)
@@ -97,11 +110,17 @@ def test_the_page_holds_all_and_fetches_nothing(tmp_path: Path) -> None:
     found = Checked(text)
     assert {
         "Results", "Test metrics", "Differences over users", "Differences over seeds", "Users by activity", "What was run",
-        "Runs", "Domains", "Settings", "All settings of fedcrf", "What crossed", "fedcrf, seed 0", "Privacy", "Software",
+        "Runs", "Domains", "Settings", "All settings of fedcrf", "What crossed", "fedcrf, seed "
+                                                                                 "0", "Privacy", "Software",
     } <= set(found.headings)  # fmt: skip
     # differences, cohorts, upload, time, and the curves of each row
-    assert len(found.fetched) == 6 and all(source.startswith("data:image/png;base64,") for source in found.fetched)
-    assert all(base64.b64decode(source.partition(",")[2]).startswith(b"\x89PNG") for source in found.fetched)
+    assert len(found.fetched) == 6 and all(
+        source.startswith("data:image/png;base64,") for source in found.fetched
+    )
+    assert all(
+        base64.b64decode(source.partition(",")[2]).startswith(b"\x89PNG")
+        for source in found.fetched
+    )
     told = re.sub(r"<[^>]+>", " ", text)
     for part in (
         "ratio-80-10-10",
@@ -112,19 +131,31 @@ def test_the_page_holds_all_and_fetches_nothing(tmp_path: Path) -> None:
         "2.56 kB",
     ):
         assert part in told, part
-    assert "normalised text vectors" in told and "nothing leaves any domain" in told and "contrast: printed" in told
+    assert (
+        "normalised text vectors" in told
+        and "nothing leaves any domain" in told
+        and "contrast: printed" in told
+    )
     assert page.markdown().startswith("# lightgcn, fedcrf on shops")
 
 
 def test_names_cannot_break_the_page(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a", "lightgcn", 0, {"<b>books & co": {"recall_at_20": users(0, 0.3)}}, history=ROWS)
+    run = make_run(
+        tmp_path / "a",
+        "lightgcn",
+        0,
+        {"<b>books & co": {"recall_at_20": users(0, 0.3)}},
+        history=ROWS,
+    )
     text = overview(load_runs([run])).html()
     Checked(text)
     assert "<b>books" not in text and "&lt;b&gt;books &amp; co" in text
 
 
 def test_what_old_runs_lack_is_told_in_its_place(tmp_path: Path) -> None:
-    """Runs without an account, without a record of their rounds and without per-user values still have a page."""
+    """Runs without an account, without a record of their rounds and without per-user values still
+    have a page.
+    """
     up = {"up": {"books": 9, "toys": 0}, "down": {"books": 0, "toys": 0}}
     run = make_run(tmp_path / "a", "fedcrf", 0, values(0.3), bytes=up, privacy=None)
     for file in (run / "per_user").iterdir():
@@ -150,11 +181,15 @@ def test_runs_that_do_not_compare_have_no_page(tmp_path: Path) -> None:
 
 
 def searched(folder: Path) -> Path:
-    """A study of two trials, its final run, its figures, and its own MLflow run, as `crossfed tune` leaves them."""
+    """A study of two trials, its final run, its figures, and its own MLflow run, as `crossfed tune`
+    leaves them.
+    """
     folder.mkdir(parents=True)
     base = build("fedcrf", values={"out": folder.parent})
     run = base.model_dump(mode="json")
-    (folder / "study.yaml").write_text(yaml.safe_dump({"search": {"name": folder.name, "seeds": 1}, "run": run}))
+    (folder / "study.yaml").write_text(
+        yaml.safe_dump({"search": {"name": folder.name, "seeds": 1}, "run": run})
+    )
     study = optuna.create_study(
         storage=f"sqlite:///{folder / 'optuna.db'}", study_name=folder.name, directions=["maximize"]
     )
@@ -171,21 +206,25 @@ def searched(folder: Path) -> Path:
     for k, value in ((50, 0.2), (70, 0.3)):
         attrs = {"status": "finished", "rounds": 3, "max_rounds": 3, "domains": {"books": value}}
         study.add_trial(
-            optuna.trial.create_trial(params={"K": k}, distributions={"K": kind}, values=[value], user_attrs=attrs)
+            optuna.trial.create_trial(
+                params={"K": k}, distributions={"K": kind}, values=[value], user_attrs=attrs
+            )
         )
     make_run(folder / final_name(0), "fedcrf", 0, values(0.3), history=ROWS)
     (folder / "figures").mkdir()
     for name in ("importance", "slice_K"):
         (folder / "figures" / f"{name}.png").write_bytes(b"\x89PNG " + name.encode())
-    Tracker.start(TrackingSettings(), folder, folder.name, {}, {"role": "study", "study": folder.name}, []).finish(
-        "FINISHED"
-    )
+    Tracker.start(
+        TrackingSettings(), folder, folder.name, {}, {"role": "study", "study": folder.name}, []
+    ).finish("FINISHED")
     return folder
 
 
 def test_a_study_gets_its_page_and_mlflow_too(tmp_path: Path) -> None:
     study = searched(tmp_path / "care")
-    done = CliRunner().invoke(app, ["report", "care", "--out", str(tmp_path)], catch_exceptions=False)
+    done = CliRunner().invoke(
+        app, ["report", "care", "--out", str(tmp_path)], catch_exceptions=False
+    )
     assert done.exit_code == 0, done.output
     page = study / "report.html"
     assert str(page) in done.output and "recorded with care in sqlite" in done.output
@@ -201,7 +240,9 @@ def test_a_study_gets_its_page_and_mlflow_too(tmp_path: Path) -> None:
 
 
 def test_what_is_not_recorded_is_told(tmp_path: Path) -> None:
-    assert add_artifact(tmp_path, tmp_path / "p.html") == f"{tmp_path.name} is not recorded in MLflow"
+    assert add_artifact(tmp_path, tmp_path / "p.html") == (
+        f"{tmp_path.name} is not recorded in MLflow"
+    )
     uri = f"sqlite:///{tmp_path / 'gone' / 'mlflow.db'}"
     (tmp_path / "tracking.json").write_text(json.dumps({"uri": uri, "run_id": "1"}))
     assert add_artifact(tmp_path, tmp_path / "p.html").startswith(

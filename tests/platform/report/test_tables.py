@@ -20,7 +20,12 @@ GRID = Grid(
         Column("Recall@20", "toys_and_games"),
     ),
     rows=(
-        ("fed|crf_50%", "2", Cell("0.130 ± 0.014", second=True), Cell("0.550", best=True, mark="†")),
+        (
+            "fed|crf_50%",
+            "2",
+            Cell("0.130 ± 0.014", second=True),
+            Cell("0.550", best=True, mark="†"),
+        ),
         ("lightgcn", "1", Cell("0.200", best=True), "0.400"),
     ),
     caption="Mean ± deviation; p < 0.05; ε = 2.",
@@ -47,17 +52,28 @@ def test_markdown():
 def test_latex():
     text = GRID.latex()
     assert r" &  & \multicolumn{1}{c}{books} & \multicolumn{1}{c}{toys\_and\_games} \\" in text
-    assert r"\cmidrule(lr){3-3}" in text and r"\cmidrule(lr){4-4}" in text and r"\cmidrule(lr){1-2}" not in text
+    assert (
+        r"\cmidrule(lr){3-3}" in text
+        and r"\cmidrule(lr){4-4}" in text
+        and r"\cmidrule(lr){1-2}" not in text
+    )
     assert r"method & seeds & Recall@20 & Recall@20 \\" in text
-    assert r"fed|crf\_50\% & 2 & \underline{0.130 $\pm$ 0.014} & \textbf{0.550}$^{\dagger}$ \\" in text
+    assert (
+        r"fed|crf\_50\% & 2 & \underline{0.130 $\pm$ 0.014} & \textbf{0.550}$^{\dagger}$ "
+        r"\\"
+    ) in text
     assert "improvement &  & $-$5.0 \\% & +37.5 \\% \\\\" in text
     assert r"\caption{Mean $\pm$ deviation; p $<$ 0.05; $\varepsilon$ = 2.}" in text
     assert r"\begin{tabular}{lrrr}" in text and "resizebox" not in text
-    assert not [character for character in text if ord(character) > 127]  # nothing that a plain LaTeX would refuse
+    # nothing that a plain LaTeX would refuse
+    assert not [character for character in text if ord(character) > 127]
     for line in text.splitlines():
         if line.endswith(r"\\"):
             assert len(re.split(r"(?<!\\)&", line)) == 4
-    assert all(text.count(rf"\begin{{{name}}}") == text.count(rf"\end{{{name}}}") == 1 for name in ("table", "tabular"))
+    assert all(
+        text.count(rf"\begin{{{name}}}") == text.count(rf"\end{{{name}}}") == 1
+        for name in ("table", "tabular")
+    )
 
 
 def test_latex_of_a_wide_table_is_scaled():
@@ -72,11 +88,18 @@ def test_latex_compiles(tmp_path, columns):
     r"""Whatever a method, a setting or a domain is called."""
     name = r"a&b#c_d$e%f~g^h{i}\j λ_KD ≥ 0.5"
     more = tuple(Column(f"x{number}", name) for number in range(columns * 2))
-    row = (name, "1", Cell("0.1", best=True, mark="†"), Cell("–", second=True, mark="‡"), *["−1 %"] * len(more))
+    row = (
+        name,
+        "1",
+        Cell("0.1", best=True, mark="†"),
+        Cell("–", second=True, mark="‡"),
+        *["−1 %"] * len(more),
+    )
     grid = replace(GRID, columns=GRID.columns + more, rows=(row,), caption=name, foot=())
     packages = r"\usepackage{booktabs,graphicx}"
     (tmp_path / "t.tex").write_text(
-        rf"\documentclass{{article}}{packages}\begin{{document}}{grid.latex()}\end{{document}}", encoding="utf-8"
+        rf"\documentclass{{article}}{packages}\begin{{document}}{grid.latex()}\end{{document}}",
+        encoding="utf-8",
     )
     done = subprocess.run(
         ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"],
@@ -94,7 +117,9 @@ def test_csv_is_unrounded_and_absent_values_are_empty():
     assert float(lines[0]["mean"]) == 0.1234567890123 and lines[0]["std"] == ""
 
 
-@pytest.mark.parametrize(("p", "told"), [(0.00001, "< 0.0001"), (0.00123, "0.0012"), (0.0456, "0.046"), (1.0, "1.000")])
+@pytest.mark.parametrize(
+    ("p", "told"), [(0.00001, "< 0.0001"), (0.00123, "0.0012"), (0.0456, "0.046"), (1.0, "1.000")]
+)
 def test_p_values(p, told):
     assert p_value(p) == told
 

@@ -1,4 +1,6 @@
-"""The model of a real run: what a fresh process, a server and the command line recommend is what the run would."""
+"""The model of a real run: what a fresh process, a server and the command line recommend is what
+the run would.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def films(uris: dict[str, str]) -> Any:
     return mlflow.pyfunc.load_model(uris["films"])
 
 
-def expected(run_dir: Path, domain: str, user: int, k: int, exclude: tuple[int, ...] = ()) -> list[str]:
+def expected(
+    run_dir: Path, domain: str, user: int, k: int, exclude: tuple[int, ...] = ()
+) -> list[str]:
     """The slow way: sort all pairs (score, row number)."""
     scores = load_scorer(run_dir, domain)(np.array([user]))[0].tolist()
     ranked = sorted((-s, i) for i, s in enumerate(scores) if i not in exclude)
@@ -83,14 +87,20 @@ def test_every_domain_has_a_model_of_its_own_and_a_registered_version(
         assert (str(version.version), version.source) == ("1", uris[domain])
 
 
-def test_a_fresh_process_recommends_the_same(run_dir: Path, uris: dict[str, str], tmp_path: Path) -> None:
+def test_a_fresh_process_recommends_the_same(
+    run_dir: Path, uris: dict[str, str], tmp_path: Path
+) -> None:
     code = (
         "import json, mlflow, pandas as pd\n"
         f"model = mlflow.pyfunc.load_model({uris['films']!r})\n"
         "requests = pd.DataFrame({'user': ['films-u49', 'films-u3'], 'k': [5, 2]})\n"
         "print(json.dumps(model.predict(requests).to_dict('list')))\n"
     )
-    away = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "1"}
+    away = {
+        "http_proxy": "http://127.0.0.1:9",
+        "https_proxy": "http://127.0.0.1:9",
+        "HF_HUB_OFFLINE": "1",
+    }
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -114,7 +124,9 @@ def test_many_users_keep_their_order(run_dir: Path, films: Any) -> None:
     assert len(fallback) == 1
     for place in (0, 255, 256, 699):
         if rows[place] < 50:
-            assert answer.loc[place, "items"] == expected(run_dir, "films", int(rows[place]), model.K)
+            assert answer.loc[place, "items"] == expected(
+                run_dir, "films", int(rows[place]), model.K
+            )
 
 
 def test_an_unknown_user_gets_what_ranks_high_for_most(run_dir: Path, films: Any) -> None:
@@ -126,7 +138,9 @@ def test_an_unknown_user_gets_what_ranks_high_for_most(run_dir: Path, films: Any
     answer = films.predict(pd.DataFrame({"user": ["somebody"], "k": [25]})).iloc[0]
     assert not answer["known"]
     assert answer["items"] == sorted(worth, key=lambda item: -worth[item])
-    np.testing.assert_allclose(answer["scores"], [worth[item] for item in answer["items"]], rtol=1e-5)
+    np.testing.assert_allclose(
+        answer["scores"], [worth[item] for item in answer["items"]], rtol=1e-5
+    )
 
 
 def test_excluded_items_are_left_out(run_dir: Path, films: Any) -> None:
@@ -134,7 +148,8 @@ def test_excluded_items_are_left_out(run_dir: Path, films: Any) -> None:
     requests_ = pd.DataFrame({"user": ["films-u2"] * 2, "k": [4, 100], "exclude": [first, []]})
     answer = films.predict(requests_)
     assert answer.loc[0, "items"] == expected(run_dir, "films", 2, 6)[2:]
-    assert sorted(answer.loc[1, "items"]) == sorted(f"films-i{i}" for i in range(25))  # every item once, none twice
+    # every item once, none twice
+    assert sorted(answer.loc[1, "items"]) == sorted(f"films-i{i}" for i in range(25))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +177,15 @@ def test_a_model_holds_one_domain_and_neither_pickle_nor_user_ids(uris: dict[str
         "artifacts/model/books.users.parquet",
         "artifacts/model/books.items.parquet",
     }
-    assert {Path(f).suffix for f in files} <= {".safetensors", ".parquet", ".yaml", ".json", ".txt", ".py", ""}
+    assert {Path(f).suffix for f in files} <= {
+        ".safetensors",
+        ".parquet",
+        ".yaml",
+        ".json",
+        ".txt",
+        ".py",
+        "",
+    }
     requirements = (root / "requirements.txt").read_text().split()
     assert [r.partition("==")[0] for r in requirements] == ["crossfed", "mlflow", "torch"]
     assert not any("+" in r for r in requirements)
@@ -199,7 +222,10 @@ def test_the_command_prints_titles_and_leaves_out_what_was_seen(run_dir: Path, s
 
 def test_the_command_names_what_is_wrong(run_dir: Path, tmp_path: Path) -> None:
     for args, message in (
-        ([str(run_dir), "--domain", "toys", "--user", "x"], "no model of domain 'toys'; it has: books, films, games"),
+        (
+            [str(run_dir), "--domain", "toys", "--user", "x"],
+            "no model of domain 'toys'; it has: books, films, games",
+        ),
         ([str(tmp_path), "--domain", "books", "--user", "x"], str(tmp_path)),
     ):
         failed = CliRunner().invoke(app, ["recommend", *args])
@@ -210,7 +236,9 @@ def test_a_model_without_its_index_says_so(run_dir: Path, tmp_path: Path) -> Non
     (tmp_path / "model").mkdir()
     for file in ("config.yaml", "model/books.safetensors"):
         (tmp_path / file).write_bytes((run_dir / file).read_bytes())
-    with pytest.raises(CrossfedError, match="does not say who and what its model of books is about"):
+    with pytest.raises(
+        CrossfedError, match="does not say who and what its model of books is about"
+    ):
         DomainModel(tmp_path, "books")
 
 
@@ -228,11 +256,14 @@ def sent(kind: str, body: Any) -> tuple[bytes, str]:
 
 
 def through_mlflow(model: Any, body: bytes, content_type: str) -> tuple[int, Any]:
-    """What `mlflow models serve` answers, without the wire: its own parsing and the loaded model."""
+    """What `mlflow models serve` answers, without the wire: its own parsing and the loaded model.
+    """
     from mlflow.pyfunc import scoring_server
 
     try:
-        answer = scoring_server.invocations(body, content_type, model, model.metadata.get_input_schema())
+        answer = scoring_server.invocations(
+            body, content_type, model, model.metadata.get_input_schema()
+        )
     except MlflowException as error:
         return error.get_http_status_code(), error.message
     return answer.status, json.loads(answer.response)["predictions"]
@@ -251,7 +282,10 @@ SERVERS = pytest.mark.parametrize("ask", [through_mlflow, through_crossfed])
 
 
 def answers(run_dir: Path, *asked: tuple[int, int, tuple[int, ...]]) -> list[dict[str, Any]]:
-    return [{"user": f"films-u{u}", "items": expected(run_dir, "films", u, k, out)} for u, k, out in asked]
+    return [
+        {"user": f"films-u{u}", "items": expected(run_dir, "films", u, k, out)}
+        for u, k, out in asked
+    ]
 
 
 ONE_AND_TWO = ((1, 3, ()), (2, 10, ()))
@@ -301,7 +335,9 @@ def test_every_format_gives_the_same_answer(
 ) -> None:
     status, rows = ask(films, *sent(kind, body))
     assert status == 200, rows
-    assert [{"user": row["user"], "items": row["items"]} for row in rows] == answers(run_dir, *asked)
+    assert [{"user": row["user"], "items": row["items"]} for row in rows] == answers(
+        run_dir, *asked
+    )
     assert all(row["known"] for row in rows)
 
 
@@ -318,11 +354,14 @@ def test_every_format_gives_the_same_answer(
 def test_rows_that_say_different_things_are_refused_by_mlflow_and_answered_by_crossfed(
     run_dir: Path, films: Any, kind: str, body: Any, asked: tuple[Any, ...]
 ) -> None:
-    """MLflow's server takes such rows apart before the model sees them: a 400, and no wrong answer."""
+    """MLflow's server takes such rows apart before the model sees them: a 400, and no wrong answer.
+    """
     assert through_mlflow(films, *sent(kind, body))[0] == 400
     status, rows = through_crossfed(films, *sent(kind, body))
     assert status == 200, rows
-    assert [{"user": row["user"], "items": row["items"]} for row in rows] == answers(run_dir, *asked)
+    assert [{"user": row["user"], "items": row["items"]} for row in rows] == answers(
+        run_dir, *asked
+    )
 
 
 @SERVERS
@@ -339,11 +378,15 @@ def test_rows_that_say_different_things_are_refused_by_mlflow_and_answered_by_cr
             ({"user": "films-u1", "k": 2.5}, "row 1: k is 2.5; it must be a whole number"),
             ({"user": "films-u1", "k": 0}, "row 1: k is 0; it must be 1 or more"),
             ({"user": "films-u1", "k": -4}, "row 1: k is -4; it must be 1 or more"),
-            ({"user": "films-u1", "k": "many"}, 'row 1: k is the text "many"; it must be a whole number'),
+            ({"user": "films-u1", "k": "many"}, 'row 1: k is the text "many"; it must be a '
+                                                'whole number'),
             ({"user": "films-u1", "k": True}, "row 1: k is true; it must be a whole number"),
-            ({"user": "films-u1", "exclude": "films-i4"}, 'row 1: exclude is the text "films-i4"; it must be a list'),
-            ({"user": "films-u1", "exclude": ["no-such"]}, "exclude names the item 'no-such', which domain films"),
-            ({"user": "films-u1", "n": 3}, "row 1: there is no 'n'; a row may hold user, k, exclude"),
+            ({"user": "films-u1", "exclude": "films-i4"}, 'row 1: exclude is the text '
+                                                          '"films-i4"; it must be a list'),
+            ({"user": "films-u1", "exclude": ["no-such"]}, "exclude names the item 'no-such', "
+                                                           "which domain films"),
+            ({"user": "films-u1", "n": 3}, "row 1: there is no 'n'; a row may hold user, k, "
+                                           "exclude"),
         )
         for kind, body in (
             ("dataframe_records", [row]),
@@ -358,7 +401,8 @@ def test_rows_that_say_different_things_are_refused_by_mlflow_and_answered_by_cr
         ("csv", "user,exclude\nfilms-u1,films-i4\n", "row 1: exclude is the text"),
         ("csv", "user,n\nfilms-u1,4\n", "row 1: there is no 'n'"),
         ("dataframe_records", [{"user": "films-u1"}, {"user": "films-u2", "k": 1.5}], "row 2: k is 1.5"),
-        ("inputs", {"user": ["films-u1", "films-u2"], "k": [3]}, "there are 2 users, but 1 values of k"),
+        ("inputs", {"user": ["films-u1", "films-u2"], "k": [3]}, "there are 2 users, but 1 "
+                                                                 "values of k"),
         ("inputs", 7, "the input is the number 7"),
         ("json", {"inputs": ["films-u1"], "params": {"k": 0}}, "k is 0; it must be 1 or more"),
         ("json", {"inputs": ["films-u1"], "params": {"k": 2.5}}, "2.5"),
@@ -373,7 +417,9 @@ def test_a_bad_request_is_refused_with_the_reason_in_every_format(
 
 
 def test_ids_made_of_digits_are_text(films: Any) -> None:
-    """`01` and `1` are two users: JSON keeps them apart, MLflow's CSV reader does not and is refused."""
+    """`01` and `1` are two users: JSON keeps them apart, MLflow's CSV reader does not and is
+    refused.
+    """
     for user in ("01", "1", "1.0", "null", "None", "nan"):
         for kind, body in (
             ("dataframe_records", [{"user": user}]),
@@ -399,14 +445,17 @@ def test_ids_made_of_digits_are_text(films: Any) -> None:
         (b'{"inputs": ["a"], "params": [3]}', "application/json", "params must be an object"),
         (b'{"dataframe_split": {"columns": ["user"], "data": [["a", 3]]}}', "application/json", "row 1 of dataframe_split"),
         (b'{"dataframe_split": {"columns": ["user", "user"], "data": []}}', "application/json", "two columns 'user'"),
-        (b'{"dataframe_split": {"data": [["a"]]}}', "application/json", "must hold columns and data"),
+        (b'{"dataframe_split": {"data": [["a"]]}}', "application/json", "must hold columns and "
+                                                                        "data"),
         (b'{"dataframe_records": {"user": "a"}}', "application/json", "must be a list of objects"),
         (b"", "text/csv", "the request is empty"),
         (b"user,k\na\n", "text/csv", "row 1 has 1 cells, but there are 2 names"),
         (b"user\n\xff\n", "text/csv", "not CSV in UTF-8"),
     ],
 )  # fmt: skip
-def test_crossfed_serve_says_what_is_wrong_with_a_request(body: bytes, content_type: str, reason: str) -> None:
+def test_crossfed_serve_says_what_is_wrong_with_a_request(
+    body: bytes, content_type: str, reason: str
+) -> None:
     with pytest.raises(CrossfedError, match=reason):
         serving.normalise(body, content_type)
 
@@ -418,20 +467,46 @@ def test_other_content_types_are_left_to_mlflow() -> None:
 
 @pytest.fixture(params=["mlflow", "crossfed"])
 def server(request: Any, uris: dict[str, str], run_dir: Path, tmp_path: Path) -> Iterator[str]:
-    """`mlflow models serve` and `crossfed serve` on the model of films, started in an empty folder."""
+    """`mlflow models serve` and `crossfed serve` on the model of films, started in an empty folder.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     command = {
-        "mlflow": ["mlflow", "models", "serve", "-m", uris["films"], "--env-manager", "local", "-p", port],
-        "crossfed": ["crossfed.platform.cli.main", "serve", str(run_dir), "--domain", "films", "--port", port],
+        "mlflow": [
+            "mlflow",
+            "models",
+            "serve",
+            "-m",
+            uris["films"],
+            "--env-manager",
+            "local",
+            "-p",
+            port,
+        ],
+        "crossfed": [
+            "crossfed.platform.cli.main",
+            "serve",
+            str(run_dir),
+            "--domain",
+            "films",
+            "--port",
+            port,
+        ],
     }[request.param]
     log, folder = (tmp_path / "serve.log").open("w"), tmp_path / "empty"
     folder.mkdir()
     # mlflow starts uvicorn by its name
-    env = os.environ | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    env = os.environ | {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    }
     process = subprocess.Popen(
-        [sys.executable, "-m", *command], stdout=log, stderr=log, start_new_session=True, env=env, cwd=folder
+        [sys.executable, "-m", *command],
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        env=env,
+        cwd=folder,
     )
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 240
     while time.monotonic() < deadline:
@@ -458,16 +533,27 @@ def test_a_server_answers_every_format_the_same(run_dir: Path, server: str) -> N
         "user,k\nfilms-u9,6\n",
     ]
     for body in asked:
-        kind = {"data": body, "headers": {"Content-Type": "text/csv"}} if isinstance(body, str) else {"json": body}
+        kind = (
+            {"data": body, "headers": {"Content-Type": "text/csv"}}
+            if isinstance(body, str)
+            else {"json": body}
+        )
         answer = requests.post(server, timeout=60, **kind)  # type: ignore[arg-type]
         assert answer.status_code == 200, answer.text
         (row,) = answer.json()["predictions"]
         assert row["known"] and row["items"] == expected(run_dir, "films", 9, 6)
-    done = CliRunner().invoke(app, ["recommend", str(run_dir), "--domain", "films", "--user", "films-u9", "-k", "6"])
-    assert [line.split("│")[2].strip() for line in done.output.splitlines() if "films-i" in line] == row["items"]
+    done = CliRunner().invoke(
+        app, ["recommend", str(run_dir), "--domain", "films", "--user", "films-u9", "-k", "6"]
+    )
+    assert [
+        line.split("│")[2].strip() for line in done.output.splitlines() if "films-i" in line
+    ] == row["items"]
     for bad, reason in (
         ({"dataframe_records": [{"user": "films-u9", "k": 0}]}, "k is 0; it must be 1 or more"),
-        ({"dataframe_records": [{"user": "films-u9", "exclude": ["no-such"]}]}, "exclude names the item 'no-such'"),
+        (
+            {"dataframe_records": [{"user": "films-u9", "exclude": ["no-such"]}]},
+            "exclude names the item 'no-such'",
+        ),
         ({"dataframe_records": [{"k": 3}]}, "user is missing or null"),
         ({"inputs": {"user": [["films-u9"]]}}, "user is the list"),
     ):

@@ -1,4 +1,6 @@
-"""The residual quantisers: Eq. (2) and Eq. (4) by hand and against plain loops, K-means and training on made-up vectors."""
+"""The residual quantisers: Eq. (2) and Eq. (4) by hand and against plain loops, K-means and
+training on made-up vectors.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +48,15 @@ def vae(x: torch.Tensor, seed: int = 0, hidden: int = 16) -> ResidualVAE:
     return model
 
 
-# -- Eq. (2) -------------------------------------------------------------------------------------------------------
+# -- Eq. (2) ---------------------------------------------------------------------------------------
 
 
 def test_eq_2_by_hand() -> None:
-    """Eq. (2), two levels on the line: 7 is nearest to 10, leaves -3; of {-4, 0, 1} that is nearest to -4, leaves 1.
+    """Eq. (2), two levels on the line: 7 is nearest to 10, leaves -3; of {-4, 0, 1} that is nearest
+    to -4, leaves 1.
 
-    2 is nearest to 0, leaves 2, nearest to 1, leaves 1. 5.5 is nearest to 10 (4.5 against 5.5), leaves -4.5, takes -4.
+    2 is nearest to 0, leaves 2, nearest to 1, leaves 1. 5.5 is nearest to 10 (4.5 against 5.5),
+    leaves -4.5, takes -4.
     """
     books = torch.tensor([[[0.0], [10.0], [99.0]], [[-4.0], [0.0], [1.0]]])
     codes, residuals, distances = quantise(torch.tensor([[7.0], [2.0], [5.5]]), books)
@@ -62,7 +66,9 @@ def test_eq_2_by_hand() -> None:
 
 
 def test_eq_2_against_a_loop() -> None:
-    """Eq. (2) for every row, level and codeword by itself; what the codes add up to plus the last residual is the vector."""
+    """Eq. (2) for every row, level and codeword by itself; what the codes add up to plus the last
+    residual is the vector.
+    """
     g = torch.Generator().manual_seed(1)
     latent, books = torch.randn(50, DIM, generator=g), torch.randn(LEVELS, CODES, DIM, generator=g)
     codes, residuals, _ = quantise(latent, books)
@@ -71,22 +77,28 @@ def test_eq_2_against_a_loop() -> None:
         for book, code in zip(books, chosen, strict=True):
             assert int(code) == min(range(CODES), key=lambda j: float((left - book[j]).norm()))
             left = left - book[code]
-    rebuilt = torch.stack([book[column] for book, column in zip(books, codes.T, strict=True)]).sum(0)
+    rebuilt = torch.stack([book[column] for book, column in zip(books, codes.T, strict=True)]).sum(
+        0
+    )
     torch.testing.assert_close(rebuilt + residuals[-1], latent)
 
 
-# -- Eq. (4) -------------------------------------------------------------------------------------------------------
+# -- Eq. (4) ---------------------------------------------------------------------------------------
 
 
 def test_eq_4_by_hand() -> None:
     """Eq. (4): 1 + 0.5 · 2 + 3 · 4 + 10 · 5, and 7 for the codewords."""
     terms = {"recon": 1.0, "commit": 2.0, "codebook": 7.0, "entropy": 4.0, "collision": 5.0}
-    loss = tokeniser_loss({key: torch.tensor(value) for key, value in terms.items()}, 0.5, 3.0, 10.0)
+    loss = tokeniser_loss(
+        {key: torch.tensor(value) for key, value in terms.items()}, 0.5, 3.0, 10.0
+    )
     assert float(loss) == 1 + 1 + 12 + 50 + 7
 
 
 def test_pull_by_hand() -> None:
-    """Level 1: rows differ by (3, 4) and 0, mean 25/2; level 2: by (0, 1) and (1, 0), mean 1; the sum over width 3 is 4.5."""
+    """Level 1: rows differ by (3, 4) and 0, mean 25/2; level 2: by (0, 1) and (1, 0), mean 1; the
+    sum over width 3 is 4.5.
+    """
     a = [torch.tensor([[3.0, 4.0], [1.0, 1.0]]), torch.tensor([[0.0, 1.0], [1.0, 0.0]])]
     b = [torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.zeros(2, 2)]
     assert float(pull(a, b, 3)) == pytest.approx(4.5)
@@ -105,8 +117,8 @@ def test_soft_codes_by_hand() -> None:
 def test_the_temperature_of_soft_codes_is_a_constant_to_the_gradient() -> None:
     """d softmax(-d / T)_k / d d_j = -p_k (1[j = k] - p_j) / T with T held at 2.
 
-    Distances that shrink together change T and the softmax not at all, so that with a gradient through
-    T the sum over j of d_j times the gradient would be zero.
+    Distances that shrink together change T and the softmax not at all, so that with a gradient
+    through T the sum over j of d_j times the gradient would be zero.
     """
     distances = torch.tensor([[1.0, 5.0], [7.0, 3.0]], requires_grad=True)
     soft = soft_codes(distances)
@@ -134,7 +146,9 @@ def test_colliding_pairs_are_different_vectors_with_one_semantic_id() -> None:
 
 
 def test_collision_by_hand() -> None:
-    """One colliding pair of three rows. Level 1: both (1, 0), cosine 1. Level 2: (1, 0) and (0.6, 0.8), cosine 0.6: 0.6 / 3."""
+    """One colliding pair of three rows. Level 1: both (1, 0), cosine 1. Level 2: (1, 0) and (0.6,
+    0.8), cosine 0.6: 0.6 / 3.
+    """
     codes, x = torch.tensor([[0, 0], [0, 0], [1, 1]]), torch.arange(3.0).unsqueeze(1)
     soft = [torch.tensor([[1.0, 0], [1, 0], [0, 1]]), torch.tensor([[1.0, 0], [0.6, 0.8], [0, 1]])]
     assert float(collision(soft, codes, x)) == pytest.approx(0.2)
@@ -143,7 +157,8 @@ def test_collision_by_hand() -> None:
 
 
 def test_the_terms_of_a_batch_against_a_loop(vectors: torch.Tensor) -> None:
-    """Every term of Eq. (4) from its definition, row by row, for a model that has left its start."""
+    """Every term of Eq. (4) from its definition, row by row, for a model that has left its start.
+    """
     model = vae(vectors)
     Training(model, vectors, epochs=4, seed=0, **TRAINING).epoch()
     x = vectors[:37]
@@ -167,7 +182,9 @@ def test_the_terms_of_a_batch_against_a_loop(vectors: torch.Tensor) -> None:
 
 
 def test_where_the_gradients_go(vectors: torch.Tensor) -> None:
-    """Commitment moves the encoder only, the codebook loss the codewords only, reconstruction the encoder past the rounding."""
+    """Commitment moves the encoder only, the codebook loss the codewords only, reconstruction the
+    encoder past the rounding.
+    """
     x = vectors[:60]
 
     def moved(*terms: str) -> set[str]:
@@ -187,7 +204,7 @@ def test_where_the_gradients_go(vectors: torch.Tensor) -> None:
     assert {"codebooks", "into"} <= moved("entropy")
 
 
-# -- starting values -----------------------------------------------------------------------------------------------
+# -- starting values -------------------------------------------------------------------------------
 
 
 def test_principal_axes_are_scikit_learns(vectors: torch.Tensor) -> None:
@@ -205,7 +222,9 @@ def test_kmeans_with_few_rows_repeats_a_centre() -> None:
 
 
 def test_residual_kmeans_explains_more_with_every_level(vectors: torch.Tensor) -> None:
-    """And its errors are what its definition says: PCA to 4, then K-means of what is left, three times."""
+    """And its errors are what its definition says: PCA to 4, then K-means of what is left, three
+    times.
+    """
     model = ResidualKMeans(WIDTH, DIM, LEVELS, CODES)
     model.fit(vectors, 0)
     errors = model.errors(vectors)
@@ -237,12 +256,15 @@ def test_more_columns_than_there_are_is_all_of_them(vectors: torch.Tensor) -> No
     torch.testing.assert_close(model.decode(latent), model.standardise(vectors), atol=1e-4, rtol=0)
 
 
-# -- training ------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 def test_training_lowers_error_and_collisions(vectors: torch.Tensor) -> None:
     model = vae(vectors)
-    before, started = model.errors(vectors)[-1], len(colliding_pairs(model.codes(vectors), vectors)[0])
+    before, started = (
+        model.errors(vectors)[-1],
+        len(colliding_pairs(model.codes(vectors), vectors)[0]),
+    )
     training = Training(model, vectors, epochs=30, seed=0, **TRAINING)
     first = training.epoch()
     for _ in range(29):
@@ -258,7 +280,11 @@ def test_each_regulariser_does_its_work(vectors: torch.Tensor) -> None:
     def trained(**weights: float) -> ResidualVAE:
         model = vae(vectors)
         training = Training(
-            model, vectors, epochs=12, seed=0, **(TRAINING | {"entropy": 0.0, "collision": 0.0} | weights)
+            model,
+            vectors,
+            epochs=12,
+            seed=0,
+            **(TRAINING | {"entropy": 0.0, "collision": 0.0} | weights),
         )
         for _ in range(12):
             training.epoch()
@@ -306,7 +332,9 @@ def test_the_learning_rate_falls_along_a_cosine(vectors: torch.Tensor) -> None:
     for _ in range(4):
         training.epoch()
         seen.append(training.optimiser.param_groups[0]["lr"])
-    assert seen == pytest.approx([2e-3 * f for f in (1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2)])
+    assert seen == pytest.approx(
+        [2e-3 * f for f in (1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2)]
+    )
 
 
 def test_the_parts_of_two_workers_are_a_whole_batch(vectors: torch.Tensor) -> None:
@@ -324,7 +352,9 @@ def test_the_parts_of_two_workers_are_a_whole_batch(vectors: torch.Tensor) -> No
                 parts.append(x)  # noqa: B023
                 return self.inner(x)
 
-        training = Training(vae(vectors), vectors, epochs=1, seed=0, wrap=Spy, rank=rank, workers=2, **TRAINING)
+        training = Training(
+            vae(vectors), vectors, epochs=1, seed=0, wrap=Spy, rank=rank, workers=2, **TRAINING
+        )
         training.epoch()
         seen.append(parts)
     both = torch.cat([part for parts in zip(*seen, strict=True) for part in parts])
@@ -334,7 +364,10 @@ def test_the_parts_of_two_workers_are_a_whole_batch(vectors: torch.Tensor) -> No
 
 def test_groups_stay_together_in_a_random_order() -> None:
     codes = torch.tensor([[0, 1], [2, 2], [0, 1], [1, 1], [2, 2], [0, 1]])
-    orders = {tuple(shuffle_groups(codes, torch.Generator().manual_seed(seed)).tolist()) for seed in range(40)}
+    orders = {
+        tuple(shuffle_groups(codes, torch.Generator().manual_seed(seed)).tolist())
+        for seed in range(40)
+    }
     assert orders == {
         (0, 2, 5, 1, 4, 3), (0, 2, 5, 3, 1, 4), (1, 4, 0, 2, 5, 3),
         (1, 4, 3, 0, 2, 5), (3, 0, 2, 5, 1, 4), (3, 1, 4, 0, 2, 5),
@@ -342,7 +375,9 @@ def test_groups_stay_together_in_a_random_order() -> None:
 
 
 def test_unused_codewords_are_moved_to_where_vectors_are(vectors: torch.Tensor) -> None:
-    """Three codewords far away are dead; moved, each lies on a residual of its level and is used, and the error falls."""
+    """Three codewords far away are dead; moved, each lies on a residual of its level and is used,
+    and the error falls.
+    """
     model = vae(vectors)
     with torch.no_grad():
         model.codebooks[1, :3] = 1e4
@@ -357,7 +392,9 @@ def test_unused_codewords_are_moved_to_where_vectors_are(vectors: torch.Tensor) 
 
 
 def test_more_codewords_than_residuals_are_left_alone() -> None:
-    """Four vectors, eight codes: level one takes each vector, so nothing is left to move the other codewords to."""
+    """Four vectors, eight codes: level one takes each vector, so nothing is left to move the other
+    codewords to.
+    """
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
     model = vae(x)
     assert model.errors(x)[0] < 1e-6

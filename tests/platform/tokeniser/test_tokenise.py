@@ -1,4 +1,6 @@
-"""The shared tokeniser: keys, bits, interruption, what it reports, when it refuses, and where a method finds it."""
+"""The shared tokeniser: keys, bits, interruption, what it reports, when it refuses, and where a
+method finds it.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +86,16 @@ def _toy(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CROSSFED_CACHE", str(folder / "cache"))
 
 
-def config(data: Path, out: Path, *sets: str, method: str = "sidtoy:METHOD", backend: str = "inprocess") -> RunConfig:
-    values = {"data": data, "out": out, "backend": backend, "tracking.enabled": False, "tracking.artifacts": False}
+def config(
+    data: Path, out: Path, *sets: str, method: str = "sidtoy:METHOD", backend: str = "inprocess"
+) -> RunConfig:
+    values = {
+        "data": data,
+        "out": out,
+        "backend": backend,
+        "tracking.enabled": False,
+        "tracking.artifacts": False,
+    }
     return build(method, sets=[*SMALL, *sets], values=values)
 
 
@@ -97,19 +107,23 @@ def files(kind: str) -> list[Path]:
     return sorted((default_root() / "sids").glob(f"*/*.{kind}"))
 
 
-# -- what a tokeniser depends on -----------------------------------------------------------------------------------
+# -- what a tokeniser depends on -------------------------------------------------------------------
 
 
 def test_the_shape_comes_from_the_methods_config(shops: Path, tmp_path: Path) -> None:
     spec = Spec.of(config(shops, tmp_path, "levels=2", "codebook=5"))
     assert (spec.levels, spec.codebook) == (2, 5)
     with pytest.raises(
-        CrossfedError, match=r"must hold the positive whole numbers levels and codebook; it has levels=None"
+        CrossfedError,
+        match=r"must hold the positive whole numbers levels and codebook; it "
+        r"has levels=None",
     ):
         Spec.of(config(shops, tmp_path, method="sidtoy:SHAPELESS"))
 
 
-def test_the_key_depends_on_everything_that_matters_and_nothing_else(shops: Path, tmp_path: Path) -> None:
+def test_the_key_depends_on_everything_that_matters_and_nothing_else(
+    shops: Path, tmp_path: Path
+) -> None:
     def key(*sets: str, texts: tuple[str, ...] = ("a", "b")) -> str:
         return Spec.of(config(shops, tmp_path, *sets)).key(list(texts))
 
@@ -140,7 +154,13 @@ def test_names_and_order_of_the_domains_do_not_matter(shops: Path, tmp_path: Pat
             texts = data.item_texts(old)
             n_users, n_items = data.sizes(old)
             writer.add_domain(
-                new, users, items, times, [f"u{u}" for u in range(n_users)], [f"i{i}" for i in range(n_items)], texts
+                new,
+                users,
+                items,
+                times,
+                [f"u{u}" for u in range(n_users)],
+                [f"i{i}" for i in range(n_items)],
+                texts,
             )
     other = made(config(renamed, tmp_path))
     assert len(files("npy")) == 1
@@ -149,19 +169,26 @@ def test_names_and_order_of_the_domains_do_not_matter(shops: Path, tmp_path: Pat
     assert len(files("npy")) == 2, "another union of items is another tokeniser"
 
 
-def test_only_runs_that_use_semantic_ids_have_their_settings_in_the_hash(shops: Path, tmp_path: Path) -> None:
+def test_only_runs_that_use_semantic_ids_have_their_settings_in_the_hash(
+    shops: Path, tmp_path: Path
+) -> None:
     def hashes(method: str) -> set[str]:
-        return {config(shops, tmp_path, *sets, method=method).hash() for sets in ((), ("tokeniser.beta=0.3",))}
+        return {
+            config(shops, tmp_path, *sets, method=method).hash()
+            for sets in ((), ("tokeniser.beta=0.3",))
+        }
 
     assert len(hashes("sidtoy:METHOD")) == 2
     assert len(hashes("sidtoy:TEXTLESS")) == 1
 
 
-# -- training ------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["rqvae", "residual-kmeans"])
-def test_every_domain_gets_its_own_items_and_a_second_time_is_a_hit(kind: str, shops: Path, tmp_path: Path) -> None:
+def test_every_domain_gets_its_own_items_and_a_second_time_is_a_hit(
+    kind: str, shops: Path, tmp_path: Path
+) -> None:
     run, printed = config(shops, tmp_path, f"tokeniser.kind={kind}"), io.StringIO()
     with make_progress("plain", printed) as view:
         first, second = made(run, view), made(run, view)
@@ -180,14 +207,18 @@ def test_every_domain_gets_its_own_items_and_a_second_time_is_a_hit(kind: str, s
     assert "items that share an ID: books" in lines[1]
 
 
-def test_a_new_cache_gives_the_same_bytes(shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_cache_gives_the_same_bytes(
+    shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = config(shops, tmp_path)
     made(run)
     before = [path.read_bytes() for path in (*files("npy"), *files("safetensors"))]
     monkeypatch.setenv("CROSSFED_CACHE", str(tmp_path / "other"))
     made(run)
     assert [path.read_bytes() for path in (*files("npy"), *files("safetensors"))] == before
-    assert not list((tmp_path / ".tokeniser").iterdir()), "the checkpoints of a finished training are removed"
+    assert not list((tmp_path / ".tokeniser").iterdir()), (
+        "the checkpoints of a finished training are removed"
+    )
 
 
 def test_the_frozen_tokeniser_gives_these_ids(shops: Path, tmp_path: Path) -> None:
@@ -197,13 +228,17 @@ def test_the_frozen_tokeniser_gives_these_ids(shops: Path, tmp_path: Path) -> No
     model = frozen(path)
     data = PreparedData.open(shops)
     _, vectors, _ = tokeniser.ArtifactStore().ensure_text(data.item_texts("films"), "hashing:32")
-    np.testing.assert_array_equal(model.codes(torch.tensor(vectors)).numpy(), found["films"]["sids"])
+    np.testing.assert_array_equal(
+        model.codes(torch.tensor(vectors)).numpy(), found["films"]["sids"]
+    )
 
 
 def test_an_interrupted_training_goes_on_to_the_same_bits(
     shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seven epochs, a checkpoint after the third and sixth, stopped during the fifth: two epochs are done again."""
+    """Seven epochs, a checkpoint after the third and sixth, stopped during the fifth: two epochs
+    are done again.
+    """
     monkeypatch.setattr(tokeniser, "EVERY", 3)
     g = torch.Generator().manual_seed(0)
     x, spec = torch.randn(90, 12, generator=g), Spec.of(config(shops, tmp_path))
@@ -229,8 +264,12 @@ def test_an_interrupted_training_goes_on_to_the_same_bits(
     assert all(torch.equal(straight[name], again[name]) for name in straight)
 
 
-def test_an_item_without_text_teaches_nothing(shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vectors of training are those that are not zero; the items without text still get an ID, one for all of them."""
+def test_an_item_without_text_teaches_nothing(
+    shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vectors of training are those that are not zero; the items without text still get an ID,
+    one for all of them.
+    """
     seen: list[int] = []
     train = tokeniser._train
 
@@ -241,7 +280,9 @@ def test_an_item_without_text_teaches_nothing(shops: Path, tmp_path: Path, monke
     monkeypatch.setattr(tokeniser, "_train", spy)
     x = np.random.default_rng(0).normal(size=(60, 12)).astype(np.float32)
     x[[3, 50]] = 0
-    found = tokenise(config(shops, tmp_path), {"a": ("ka", x[:40]), "b": ("kb", x[40:])}, make_progress("quiet"))
+    found = tokenise(
+        config(shops, tmp_path), {"a": ("ka", x[:40]), "b": ("kb", x[40:])}, make_progress("quiet")
+    )
     assert seen == [58]
     assert found["a"]["sids"][3].tolist() == found["b"]["sids"][10].tolist()
 
@@ -252,11 +293,13 @@ def test_several_workers_need_ray(shops: Path, tmp_path: Path) -> None:
     assert made(config(shops, tmp_path, "tokeniser.workers=2", "tokeniser.kind=residual-kmeans"))
 
 
-# -- what it is like -----------------------------------------------------------------------------------------------
+# -- what it is like -------------------------------------------------------------------------------
 
 
 def test_codebook_use_by_hand() -> None:
-    """Level 1: codes 0, 0, 1, 1: two alike, perplexity 2, two dead. Level 2: 3, 3, 3, 0: ¾ and ¼, exp(0.5623) = 1.7548."""
+    """Level 1: codes 0, 0, 1, 1: two alike, perplexity 2, two dead. Level 2: 3, 3, 3, 0: ¾ and ¼,
+    exp(0.5623) = 1.7548.
+    """
     perplexity, dead = codebook_use(np.array([[0, 3], [0, 3], [1, 3], [1, 0]]), 4)
     assert perplexity == pytest.approx([2, 1.7548], abs=1e-4)
     assert dead == [2, 2]
@@ -288,7 +331,9 @@ def test_the_collapse_of_a_level_is_refused_with_advice(shops: Path, tmp_path: P
     tokeniser._check(healthy, 1000, 0.1, 0.5)
     one_code = healthy | {"perplexity": [90.0, 9.9]}
     with pytest.raises(
-        CrossfedError, match=r"level 2 has a perplexity of 9\.9 where 100 codes.*raise tokeniser\.entropy"
+        CrossfedError,
+        match=r"level 2 has a perplexity of 9\.9 where 100 codes.*raise "
+        r"tokeniser\.entropy",
     ):
         tokeniser._check(one_code, 1000, 0.1, 0.5)
     with pytest.raises(CrossfedError, match=r"lower tokeniser\.dim"):
@@ -297,7 +342,9 @@ def test_the_collapse_of_a_level_is_refused_with_advice(shops: Path, tmp_path: P
         tokeniser._check(healthy | {"dead_codes": [51, 0]}, 1000, 0.1, 0.5)
     few = healthy | {"perplexity": [4.0, 1.0], "dead_codes": [80, 99]}
     with pytest.raises(
-        CrossfedError, match=r"level 2 .* where 20 codes.*only 20 different item texts: lower the method's codebook"
+        CrossfedError,
+        match=r"level 2 .* where 20 codes.*only 20 different item texts: lower "
+        r"the method's codebook",
     ):
         tokeniser._check(few, 20, 0.1, 0.5)
     """Of 20 vectors, 20 codes can be used; 80 dead ones of 100 are no fault."""
@@ -316,7 +363,7 @@ def test_a_collapsed_tokeniser_is_refused_again_without_training(
     assert made(config(shops, tmp_path, "tokeniser.min_perplexity=0.1"))
 
 
-# -- in a run ------------------------------------------------------------------------------------------------------
+# -- in a run --------------------------------------------------------------------------------------
 
 
 def test_a_method_finds_its_ids_and_the_result_tells_of_them(shops: Path, tmp_path: Path) -> None:
@@ -326,7 +373,11 @@ def test_a_method_finds_its_ids_and_the_result_tells_of_them(shops: Path, tmp_pa
     found = made(run)
     for name, items in (("books", 30), ("films", 25), ("games", 35)):
         told = {key: rows[0].metrics[f"train/{name}/{key}"] for key in ("items", "levels", "sum")}
-        assert told == {"items": items, "levels": 3, "sum": int((found[name]["sids"] * [1, 10, 100]).sum())}
+        assert told == {
+            "items": items,
+            "levels": 3,
+            "sum": int((found[name]["sids"] * [1, 10, 100]).sum()),
+        }
     stored = json.loads((done.run_dir / "result.json").read_text())
     assert stored["tokeniser"] == describe(run, found)
     assert tokeniser.parameters(run)["tokeniser.epochs"] == 7
@@ -336,7 +387,8 @@ def test_a_method_finds_its_ids_and_the_result_tells_of_them(shops: Path, tmp_pa
 
 
 def test_ids_of_another_shape_are_not_used(shops: Path, tmp_path: Path) -> None:
-    """A search makes them once; a trial that wants other levels or another codebook makes its own."""
+    """A search makes them once; a trial that wants other levels or another codebook makes its own.
+    """
     two = config(shops, tmp_path, "levels=2")
     given = made(two)
     assert fits(two, given)
@@ -355,14 +407,16 @@ def test_a_domain_without_text_is_refused(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     with Writer(tmp_path / "data", {"kind": "test shops"}) as writer:
         for name, texts in (("books", [f"book {i}" for i in range(20)]), ("sports", [""] * 20)):
-            users, items = np.array([(u, i) for u in range(20) for i in rng.choice(20, 10, replace=False)]).T
+            users, items = np.array(
+                [(u, i) for u in range(20) for i in rng.choice(20, 10, replace=False)]
+            ).T
             names = [f"u{u}" for u in range(20)], [f"i{i}" for i in range(20)]
             writer.add_domain(name, users, items, np.arange(len(users)), *names, texts)
     with pytest.raises(CrossfedError, match="Domain sports: none of its 20 items has text"):
         made(config(tmp_path / "data", tmp_path))
 
 
-# -- on Ray --------------------------------------------------------------------------------------------------------
+# -- on Ray ----------------------------------------------------------------------------------------
 
 
 def test_a_training_that_does_not_end_is_given_up() -> None:
@@ -372,7 +426,11 @@ def test_a_training_that_does_not_end_is_given_up() -> None:
         def fit(self) -> None:
             threading.Event().wait(30)
 
-    with pytest.raises(CrossfedError, match=r"not trained within 0\.05 s \(resources\.round_timeout\)"):
+    with pytest.raises(
+        CrossfedError,
+        match=r"not trained within 0\.05 s "
+        r"\(resources\.round_timeout\)",
+    ):
         ray_train._fit(Trainer(), 0.05)  # type: ignore[arg-type]
 
 
@@ -413,19 +471,25 @@ def test_a_trial_of_a_search_trains_in_its_own_process(ray_cluster: None) -> Non
 def test_two_workers_agree_with_one_and_an_interrupted_training_goes_on(
     shops: Path, tmp_path: Path, ray_cluster: None
 ) -> None:
-    """Each of two workers takes half of every batch: rounding and the regularisers' batches differ, the error hardly.
+    """Each of two workers takes half of every batch: rounding and the regularisers' batches differ,
+    the error hardly.
 
-    The checkpoint that a training of the same key has left is where the next one goes on: one that is edited by hand, and is
-    one epoch from its end, keeps what was edited.
+    The checkpoint that a training of the same key has left is where the next one goes on: one that
+    is edited by hand, and is one epoch from its end, keeps what was edited.
     """
     from crossfed.platform.config.settings import Resources
     from crossfed.platform.tokeniser import ray_train
 
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(300, 12, generator=g) + 4 * torch.randn(6, 12, generator=g)[torch.arange(300) % 6]
+    x = (
+        torch.randn(300, 12, generator=g)
+        + 4 * torch.randn(6, 12, generator=g)[torch.arange(300) % 6]
+    )
     one = Spec.of(config(shops, tmp_path, "tokeniser.epochs=10"))
     states = {
-        workers: ray_train.train(replace(one, workers=workers), x, tmp_path, f"key{workers}", Resources())
+        workers: ray_train.train(
+            replace(one, workers=workers), x, tmp_path, f"key{workers}", Resources()
+        )
         for workers in (1, 2)
     }
     errors = {}
@@ -443,4 +507,6 @@ def test_two_workers_agree_with_one_and_an_interrupted_training_goes_on(
     saved["model"]["up_to.bias"] += 100
     checkpoint.save(kept / "training", saved)
     again = ray_train.train(one, x, tmp_path, "key1", Resources())
-    assert float((again["up_to.bias"] - states[1]["up_to.bias"]).median()) == pytest.approx(100, abs=1)
+    assert float((again["up_to.bias"] - states[1]["up_to.bias"]).median()) == pytest.approx(
+        100, abs=1
+    )

@@ -1,4 +1,6 @@
-"""Runs and studies whose process was killed: recorded as interrupted by whoever looks next, and by nobody before."""
+"""Runs and studies whose process was killed: recorded as interrupted by whoever looks next, and by
+nobody before.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ run_recorded(build("toys:AVERAGE", values=values), on_round=kill, name="killed")
 def killed(shops: Path, tmp_path: Path) -> Path:
     """A run that was killed in its first round."""
     out = tmp_path / "runs"
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(shops), str(out)], timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(shops), str(out)], timeout=200, check=False
+    )
     assert done.returncode == -signal.SIGKILL
     return out / "killed"
 
@@ -81,7 +85,10 @@ def test_a_study_that_was_killed_says_so_when_it_is_shown(tmp_path: Path) -> Non
     base = build("toys:AVERAGE", values={"out": tmp_path, "tracking.enabled": False})
     study = Study.create(Search(name="s", trials=2, changes={"dim": [2, 3]}), base, "shops", "f1")
     assert study.next() is not None and not study.over()
-    told = f"interrupted: nobody works on this study; crossfed tune resume {study.folder} goes on with it"
+    told = (
+        f"interrupted: nobody works on this study; crossfed tune resume {study.folder} goes "
+        f"on with it"
+    )
     call = ["tune", "show", str(study.folder)]
     assert told in CliRunner().invoke(main.app, call).output
     with study.locked():
@@ -91,14 +98,18 @@ def test_a_study_that_was_killed_says_so_when_it_is_shown(tmp_path: Path) -> Non
 def test_the_doctor_names_what_was_interrupted(killed: Path) -> None:
     from crossfed.platform.doctor import examine
 
-    assert examine._interrupted(str(killed.parent), None).startswith("interrupted: killed: its process")
+    assert examine._interrupted(str(killed.parent), None).startswith(
+        "interrupted: killed: its process"
+    )
     assert examine._interrupted(str(killed.parent), None) == ""
     assert examine._interrupted("s3://bucket/runs", None) == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("everybody", [False, True], ids=["group", "all"])
-def test_sigterm_to_all_processes_ends_a_run_in_seconds(everybody: bool, shops: Path, tmp_path: Path) -> None:
+def test_sigterm_to_all_processes_ends_a_run_in_seconds(
+    everybody: bool, shops: Path, tmp_path: Path
+) -> None:
     """What `timeout` and batch systems send: to the process group, or to every process of a job."""
     import psutil
 
@@ -108,7 +119,9 @@ def test_sigterm_to_all_processes_ends_a_run_in_seconds(everybody: bool, shops: 
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     until = time.monotonic() + 250
-    while time.monotonic() < until and not list(tmp_path.glob("*/checkpoints/commit-*/progress.json")):
+    while time.monotonic() < until and not list(
+        tmp_path.glob("*/checkpoints/commit-*/progress.json")
+    ):
         time.sleep(0.1)
     began = time.monotonic()
     family = psutil.Process(victim.pid).children(recursive=True)
@@ -121,6 +134,8 @@ def test_sigterm_to_all_processes_ends_a_run_in_seconds(everybody: bool, shops: 
     _, err = victim.communicate(timeout=60)
     assert time.monotonic() - began < 10 and victim.returncode == 130, err
     assert "Interrupted. What was committed stays: crossfed run --resume" in err
-    assert not psutil.wait_procs(family, timeout=10)[1], "an actor or a process of Ray outlives the run"
+    assert not psutil.wait_procs(family, timeout=10)[1], (
+        "an actor or a process of Ray outlives the run"
+    )
     (run_dir,) = (path.parent for path in tmp_path.glob("*/config.yaml"))
     assert status(run_dir) == "KILLED"

@@ -76,26 +76,39 @@ def test_a_round() -> None:
 
 def test_a_domain_that_stopped_has_no_part_in_a_mean_that_is_made_here() -> None:
     told = metric_names.of_round(a_round("books", "games"), "recall_at_20", 1, DOMAINS)
-    assert told["all/val_recall_at_20"] == 0.25  # the run's own, which counts the stopped domain's last value
+    # the run's own, which counts the stopped domain's last value
+    assert told["all/val_recall_at_20"] == 0.25
     assert "all/val_ndcg_at_20" not in told and "domain/films/val_recall_at_20" not in told
 
 
 def test_a_stage_that_keeps_no_best_is_judged_by_its_last_round() -> None:
     assert (
-        metric_names.of_round(a_round(*DOMAINS), "recall_at_20", 1, DOMAINS, selects=False)["all/best_recall_at_20"]
+        metric_names.of_round(a_round(*DOMAINS), "recall_at_20", 1, DOMAINS, selects=False)[
+            "all/best_recall_at_20"
+        ]
         == 0.25
     )
 
 
 def test_a_round_that_was_not_evaluated() -> None:
     told = metric_names.of_round(a_round(best=None), "recall_at_20", 1, DOMAINS)
-    assert set(told) == {"all/stage", "traffic/bytes_up", "traffic/bytes_down", "time/seconds_per_round"}
+    assert set(told) == {
+        "all/stage",
+        "traffic/bytes_up",
+        "traffic/bytes_down",
+        "time/seconds_per_round",
+    }
 
 
 def test_a_result_has_means_of_domains_and_the_most_that_was_spent() -> None:
-    spent = {"books": {"epsilon_paper": 1.0, "epsilon_tight": None}, "films": {"epsilon_paper": 3.0, "messages": 4}}
+    spent = {
+        "books": {"epsilon_paper": 1.0, "epsilon_tight": None},
+        "films": {"epsilon_paper": 3.0, "messages": 4},
+    }
     result = {
-        "domains": {name: {"test": measured((number + 1) / 10)} for number, name in enumerate(DOMAINS)},
+        "domains": {
+            name: {"test": measured((number + 1) / 10)} for number, name in enumerate(DOMAINS)
+        },
         "privacy": {"domains": spent},
     }
     told = metric_names.of_result(result, "recall_at_20")
@@ -108,10 +121,16 @@ def test_a_result_has_means_of_domains_and_the_most_that_was_spent() -> None:
 
 
 def test_what_matters_comes_first_in_the_order_of_the_chart_page() -> None:
-    """MLflow sorts groups by name, and draws names without a group towards the end: there are none."""
+    """MLflow sorts groups by name, and draws names without a group towards the end: there are none.
+    """
     row = a_round(*DOMAINS, **{f"train/{name}/loss_{i}": 0.1 for name in DOMAINS for i in range(6)})
-    result = {"domains": {name: {"test": measured(0.1)} for name in DOMAINS}, "privacy": {"domains": {}}}
-    told = metric_names.of_round(row, "recall_at_20", 1, DOMAINS) | metric_names.of_result(result, "recall_at_20")
+    result = {
+        "domains": {name: {"test": measured(0.1)} for name in DOMAINS},
+        "privacy": {"domains": {}},
+    }
+    told = metric_names.of_round(row, "recall_at_20", 1, DOMAINS) | metric_names.of_result(
+        result, "recall_at_20"
+    )
     assert len(told) <= 60
     groups = sorted({name.rpartition("/")[0] for name in told})
     assert groups == ["all", "domain/books", "domain/films", "domain/games", "time", "traffic",
@@ -123,23 +142,36 @@ def test_what_matters_comes_first_in_the_order_of_the_chart_page() -> None:
 
 
 @pytest.mark.parametrize(
-    ("select", "companion"), [("ndcg_at_10", "recall_at_10"), ("mrr_at_20", "ndcg_at_20"), ("recall_at_5", None)]
+    ("select", "companion"),
+    [("ndcg_at_10", "recall_at_10"), ("mrr_at_20", "ndcg_at_20"), ("recall_at_5", None)],
 )
 def test_the_companion_has_the_same_cut_off(select: str, companion: str | None) -> None:
-    assert metric_names.shown(select, measured(0.1)) == [select, *([companion] if companion else [])]
+    assert metric_names.shown(select, measured(0.1)) == [
+        select,
+        *([companion] if companion else []),
+    ]
 
 
 def test_a_study_is_judged_by_its_final_runs() -> None:
     rows = {
-        name: {"validation": {"mean": 0.2 + number}, "test": {"mean": 0.1 + number}} for number, name in enumerate("ab")
+        name: {"validation": {"mean": 0.2 + number}, "test": {"mean": 0.1 + number}}
+        for number, name in enumerate("ab")
     }
-    summary = {"metric": "recall_at_20", "winner": {"values": [0.9]}, "objectives": ["worst"], "finals": rows}
+    summary = {
+        "metric": "recall_at_20",
+        "winner": {"values": [0.9]},
+        "objectives": ["worst"],
+        "finals": rows,
+    }
     assert metric_names.of_study(summary) == {
         "all/best_recall_at_20": pytest.approx(0.7), "all/test_recall_at_20": pytest.approx(0.6),
         "domain/a/test_recall_at_20": 0.1, "domain/b/test_recall_at_20": 1.1,
     }  # fmt: skip
-    assert metric_names.of_study(summary | {"finals": {}}) == {}  # the worst domain's value is no mean
-    assert metric_names.of_study(summary | {"finals": {}, "objectives": ["mean"]}) == {"all/best_recall_at_20": 0.9}
+    # the worst domain's value is no mean
+    assert metric_names.of_study(summary | {"finals": {}}) == {}
+    assert metric_names.of_study(summary | {"finals": {}, "objectives": ["mean"]}) == {
+        "all/best_recall_at_20": 0.9
+    }
 
 
 def test_columns_of_a_table_of_runs() -> None:
@@ -148,6 +180,6 @@ def test_columns_of_a_table_of_runs() -> None:
     chosen = metric_names.columns(names)
     assert chosen[:3] == ["all/test_recall_at_20", "all/best_recall_at_20", "all/test_ndcg_at_20"]
     assert chosen[3:] == ["domain/a/test_recall_at_20", "domain/b/test_recall_at_20"]
-    assert metric_names.columns(["final/test/a/recall_at_20", "final/validation/a/recall_at_20", "val_best"]) == [
-        "final/test/a/recall_at_20"
-    ]
+    assert metric_names.columns(
+        ["final/test/a/recall_at_20", "final/validation/a/recall_at_20", "val_best"]
+    ) == ["final/test/a/recall_at_20"]

@@ -13,7 +13,9 @@ TOKEN, PASSWORD, USER = "6e" * 32, "pass-4711-word", "user-0815-name"
 
 
 def holding(folder: Path, *words: str) -> list[str]:
-    """Files below a folder, databases and archives included, in whose bytes or name one of the words occurs."""
+    """Files below a folder, databases and archives included, in whose bytes or name one of the
+    words occurs.
+    """
     return [
         f"{path.relative_to(folder)}: {word}"
         for path in folder.rglob("*")
@@ -57,7 +59,9 @@ def test_what_a_run_leaves_holds_no_secrets(
     assert done.exit_code == 0, done.output
     (result,) = out.glob("*/result.json")
     kept = [path for path in out.rglob("*") if path.is_file()]
-    assert len(kept) > 10 and ((out / "mlflow.db").exists() if store is None else any("spool" in p.name for p in kept))
+    assert len(kept) > 10 and (
+        (out / "mlflow.db").exists() if store is None else any("spool" in p.name for p in kept)
+    )
     assert holding(tmp_path, TOKEN, PASSWORD, USER) == []
     assert not any(secret in done.output for secret in (TOKEN, PASSWORD, USER))
     # the search itself finds what is there

@@ -1,4 +1,6 @@
-"""The tracker against real stores: SQLite files, and MLflow servers started, killed and restarted on the loopback."""
+"""The tracker against real stores: SQLite files, and MLflow servers started, killed and restarted
+on the loopback.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,14 @@ from crossfed.platform.tracking.tracker import DatasetInput, Tracker, replay, re
 DATASETS = [DatasetInput("Beauty", "d" * 64, "synthetic", {"users": 3, "items": 4})]
 
 
-def start(run_dir: Path, warnings: list[str] | None = None, resume: str | None = None, **settings: Any) -> Tracker:
+def start(
+    run_dir: Path, warnings: list[str] | None = None, resume: str | None = None, **settings: Any
+) -> Tracker:
     warn = None if warnings is None else warnings.append
     tags = {"seed": "7"}
-    return Tracker.start(TrackingSettings(**settings), run_dir, "a run", {"alpha": 0.1}, tags, DATASETS, resume, warn)
+    return Tracker.start(
+        TrackingSettings(**settings), run_dir, "a run", {"alpha": 0.1}, tags, DATASETS, resume, warn
+    )
 
 
 def sqlite(run_dir: Path) -> MlflowClient:
@@ -62,8 +68,16 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        # the application that `mlflow server` runs, without the seconds that its command line takes to get there
-        command = [sys.executable, "-m", "uvicorn", "--port", str(self.port), "mlflow.server.fastapi_app:app"]
+        # the application that `mlflow server` runs, without the seconds that its command line takes
+        # to get there
+        command = [
+            sys.executable,
+            "-m",
+            "uvicorn",
+            "--port",
+            str(self.port),
+            "mlflow.server.fastapi_app:app",
+        ]
         store = f"sqlite:///{self.folder}/mlflow.db"
         settings = {
             "_MLFLOW_SERVER_FILE_STORE": store,
@@ -75,7 +89,11 @@ class Server:
         }
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True, env={**os.environ, **settings}
+                command,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, **settings},
             )
         for _ in range(600):
             try:
@@ -148,13 +166,18 @@ def test_resolve_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert resolve_uri(TrackingSettings(), tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
     assert resolve_uri(TrackingSettings(uri="http://a:5000/"), tmp_path) == "http://a:5000"
-    assert resolve_uri(TrackingSettings(uri="sqlite:///x.db"), tmp_path) == f"sqlite:///{Path.cwd()}/x.db"
+    assert (
+        resolve_uri(TrackingSettings(uri="sqlite:///x.db"), tmp_path)
+        == f"sqlite:///{Path.cwd()}/x.db"
+    )
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://b:5000")
     assert resolve_uri(TrackingSettings(), tmp_path) == "http://b:5000"
     assert resolve_uri(TrackingSettings(uri="http://a:5000"), tmp_path) == "http://a:5000"
 
 
-@pytest.mark.parametrize("uri", ["./mlruns", "mlruns", "file:///tmp/x", "/tmp/x", "C:\\runs", "ftp://a/b", "http:", ""])
+@pytest.mark.parametrize(
+    "uri", ["./mlruns", "mlruns", "file:///tmp/x", "/tmp/x", "C:\\runs", "ftp://a/b", "http:", ""]
+)
 def test_unusable_uri_is_refused_in_one_sentence(tmp_path: Path, uri: str) -> None:
     with pytest.raises(CrossfedError, match=r"tracking\.uri is .*sqlite:///runs/mlflow\.db"):
         start(tmp_path / "run", uri=uri)
@@ -211,7 +234,8 @@ def test_a_run_in_sqlite(out: Path) -> None:
     assert history(client, tracker.run_id, name) == [(1, 0.2), (2, 0.5), (3, 0.4)]
     assert history(client, tracker.run_id, "train/Beauty/loss") == [(1, 3.0), (2, 2.0)]
     assert "bad" not in run.data.metrics
-    assert set(run.data.metrics) == {name, "train/Beauty/loss"}  # nothing of the system: the run took seconds
+    # nothing of the system: the run took seconds
+    assert set(run.data.metrics) == {name, "train/Beauty/loss"}
     [data] = run.inputs.dataset_inputs
     assert (data.dataset.name, data.dataset.digest) == ("Beauty", "d" * 36)
     assert json.loads(data.dataset.profile) == {"users": 3, "items": 4}
@@ -259,7 +283,12 @@ def test_system_metrics_begin_after_a_minute(out: Path) -> None:
     tracker._began -= 61
     tracker.log({"a": 2.0}, 2)
     tracker.finish("FINISHED")
-    assert [step for step, _ in history(sqlite(out / "run"), tracker.run_id, "system/process_memory_megabytes")] == [2]
+    assert [
+        step
+        for step, _ in history(
+            sqlite(out / "run"), tracker.run_id, "system/process_memory_megabytes"
+        )
+    ] == [2]
 
 
 def test_a_record_of_an_earlier_version_is_continued(out: Path) -> None:
@@ -267,7 +296,11 @@ def test_a_record_of_an_earlier_version_is_continued(out: Path) -> None:
     first = start(run_dir)
     first.log({"a": 1.0}, 1)
     first.finish("KILLED")
-    state = json.loads((run_dir / STATE).read_text()) | {"stage": "train", "best": {"val/B/x": 0.1}, "model_id": None}
+    state = json.loads((run_dir / STATE).read_text()) | {
+        "stage": "train",
+        "best": {"val/B/x": 0.1},
+        "model_id": None,
+    }
     (run_dir / STATE).write_text(json.dumps(state))
     second = start(run_dir, resume=first.run_id)
     second.log({"a": 1.0}, 1)
@@ -300,7 +333,9 @@ def test_disabled_writes_nothing_but_figures(tmp_path: Path) -> None:
     tracker.finish("FINISHED")
     assert tracker.status == "off"
     assert tracker.run_id is None
-    assert [p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()] == [Path("run/figures/empty.png")]
+    assert [p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()] == [
+        Path("run/figures/empty.png")
+    ]
 
 
 def test_an_absent_artifact_is_refused_and_the_rest_recorded(out: Path) -> None:
@@ -327,7 +362,9 @@ def test_processes_share_a_new_sqlite_store_in_silence(tmp_path: Path) -> None:
     )
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path / f"run{i}")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            [sys.executable, "-c", code, str(tmp_path / f"run{i}")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         for i in range(2)
     ]
@@ -337,7 +374,9 @@ def test_processes_share_a_new_sqlite_store_in_silence(tmp_path: Path) -> None:
     [experiment] = [e for e in client.search_experiments() if e.name == "crossfed"]
     runs = client.search_runs([experiment.experiment_id])
     assert [r.info.status for r in runs] == ["FINISHED"] * 2
-    assert all(len(client.get_metric_history(r.info.run_id, "val/B/recall_at_20")) == 10 for r in runs)
+    assert all(
+        len(client.get_metric_history(r.info.run_id, "val/B/recall_at_20")) == 10 for r in runs
+    )
     assert not list(tmp_path.glob("run*/tracking-spool.jsonl"))
 
 
@@ -362,16 +401,22 @@ def test_an_interrupt_while_the_store_is_made_does_not_spoil_it(
     start(run_dir, warnings).finish("FINISHED")
     assert (
         not warnings
-        and sqlite(run_dir).get_run((run_dir / "mlflow_run_id").read_text().strip()).info.status == "FINISHED"
+        and sqlite(run_dir).get_run((run_dir / "mlflow_run_id").read_text().strip()).info.status
+        == "FINISHED"
     )
     assert not list(tmp_path.glob("mlflow.db.part*"))
 
 
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_waits_for_the_store(
-    out: Path, which: signal.Signals, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    out: Path,
+    which: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A signal inside a write: the write is completed, then the run is interrupted; nothing on stderr, nothing twice."""
+    """A signal inside a write: the write is completed, then the run is interrupted; nothing on
+    stderr, nothing twice.
+    """
 
     def interrupt(_signal: int, _frame: object) -> None:
         raise KeyboardInterrupt
@@ -399,7 +444,9 @@ def test_an_interrupt_waits_for_the_store(
 
 
 def test_a_second_interrupt_ends_the_write(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that hangs cannot hold whoever presses Ctrl-C twice; what was not written waits in the spool."""
+    """A store that hangs cannot hold whoever presses Ctrl-C twice; what was not written waits in
+    the spool.
+    """
     tracker = start(out)
 
     def hang(*args: Any) -> None:
@@ -575,20 +622,26 @@ def test_server_away_then_there_then_killed_then_restarted(tmp_path: Path, serve
 def test_require_refuses_to_start_without_the_server(tmp_path: Path) -> None:
     port = free_port()
     began = time.monotonic()
-    with pytest.raises(CrossfedError, match=f"127.0.0.1:{port} is out of reach .connection refused"):
+    with pytest.raises(
+        CrossfedError, match=f"127.0.0.1:{port} is out of reach .connection refused"
+    ):
         start(tmp_path / "run", uri=f"http://127.0.0.1:{port}", require=True)
     assert time.monotonic() - began < 8
 
 
 def test_a_clients_time_out_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that falls silent after it was found there: the client's own words are a page of addresses."""
+    """A server that falls silent after it was found there: the client's own words are a page of
+    addresses.
+    """
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(8)
         with pytest.raises(MlflowException) as caught:
-            MlflowClient(tracking_uri=f"http://127.0.0.1:{listener.getsockname()[1]}").get_experiment("0")
+            MlflowClient(
+                tracking_uri=f"http://127.0.0.1:{listener.getsockname()[1]}"
+            ).get_experiment("0")
     assert mlflow_store.words(caught.value) == "no answer in time"
 
 
@@ -598,7 +651,9 @@ def test_a_server_that_never_answers_costs_seconds(tmp_path: Path) -> None:
         listener.listen(8)
         warnings: list[str] = []
         began = time.monotonic()
-        tracker = start(tmp_path / "run", warnings, uri=f"http://127.0.0.1:{listener.getsockname()[1]}")
+        tracker = start(
+            tmp_path / "run", warnings, uri=f"http://127.0.0.1:{listener.getsockname()[1]}"
+        )
         for step in range(1, 50):
             tracker.log({"a": 1.0}, step)
         assert time.monotonic() - began < 8

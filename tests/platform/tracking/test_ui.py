@@ -1,4 +1,5 @@
-"""The link that `crossfed ui` prints: a shared view of MLflow's table of runs, kept in the store."""
+"""The link that `crossfed ui` prints: a shared view of MLflow's table of runs, kept in the store.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +19,16 @@ from crossfed.platform.tracking.tracker import Tracker
 
 def test_the_links_open_runs_with_the_columns_that_matter(tmp_path: Path) -> None:
     tracker = Tracker.start(
-        TrackingSettings(), tmp_path / "run", "a run", {"seed": 3, "data": "shops", "lr": 0.1, "protocol": "p"}, {}, []
+        TrackingSettings(),
+        tmp_path / "run",
+        "a run",
+        {"seed": 3, "data": "shops", "lr": 0.1, "protocol": "p"},
+        {},
+        [],
     )
-    tracker.log({"all/val_recall_at_20": 0.1, "all/best_recall_at_20": 0.1, "train/books/loss": 2.0}, 1)
+    tracker.log(
+        {"all/val_recall_at_20": 0.1, "all/best_recall_at_20": 0.1, "train/books/loss": 2.0}, 1
+    )
     tracker.log({"all/test_recall_at_20": 0.2, "domain/books/test_recall_at_20": 0.2}, 1)
     tracker.finish("FINISHED")
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -39,7 +47,9 @@ def test_the_links_open_runs_with_the_columns_that_matter(tmp_path: Path) -> Non
         assert state["columnOrder"] == state["selectedColumns"]
 
 
-def test_the_command_prints_the_link_before_the_server_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_the_link_before_the_server_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Tracker.start(TrackingSettings(), tmp_path / "run", "a run", {}, {}, []).finish("FINISHED")
     started: list[tuple[str, Path, int]] = []
     monkeypatch.setattr(ui, "serve", lambda *args: started.append(args))

@@ -1,4 +1,6 @@
-"""A study's facts, figures and tables. Figures are read back from the drawn objects, expected numbers are worked out by hand."""
+"""A study's facts, figures and tables. Figures are read back from the drawn objects, expected
+numbers are worked out by hand.
+"""
 
 from __future__ import annotations
 
@@ -67,8 +69,17 @@ def new_study(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(study_name=name, directions=directions, storage=storage)
     optuna.logging.set_verbosity(optuna.logging.INFO)
-    told = {"method": "fedcgr", "data": "synthetic shops", "protocol": "ratio-80-10-10", "metric": "recall_at_20"}
-    for key, value in {**told, "objectives": list(objectives), "directions": list(directions)}.items():
+    told = {
+        "method": "fedcgr",
+        "data": "synthetic shops",
+        "protocol": "ratio-80-10-10",
+        "metric": "recall_at_20",
+    }
+    for key, value in {
+        **told,
+        "objectives": list(objectives),
+        "directions": list(directions),
+    }.items():
         study.set_user_attr(key, value)
     return study
 
@@ -81,7 +92,9 @@ def add(
     distributions: Mapping[str, Any] | None = None,
     **attributes: Any,
 ) -> None:
-    """A trial as the search leaves it. A pruned one is COMPLETE in Optuna, as Ray's OptunaSearch tells it."""
+    """A trial as the search leaves it. A pruned one is COMPLETE in Optuna, as Ray's OptunaSearch
+    tells it.
+    """
     told = {"finished": {"rounds": 10}, "pruned": {"rounds": 3}}.get(status, {})
     user = {"status": status, "max_rounds": 10, **told, "seconds": 2.0, **attributes}
     vector = [float(values)] if isinstance(values, int | float) else values
@@ -142,11 +155,17 @@ FRONT = [
 def lines(axis: Axes, gid: str) -> list[tuple[float, float]]:
     """The points of all lines with that mark."""
     found = [line for line in axis.lines if line.get_gid() == gid]
-    return [(float(x), float(y)) for line in found for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
+    return [
+        (float(x), float(y))
+        for line in found
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+    ]
 
 
 def texts(figure: Figure) -> str:
-    return "\n".join(t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text")) if t.get_text())
+    return "\n".join(
+        t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text")) if t.get_text()
+    )
 
 
 def printed(renderable: Any, width: int = 160) -> str:
@@ -157,7 +176,7 @@ def printed(renderable: Any, width: int = 160) -> str:
     return output.getvalue()
 
 
-# -- facts -------------------------------------------------------------------------------------------------------------
+# -- facts -----------------------------------------------------------------------------------------
 
 
 def test_a_stopped_trial_is_never_the_best_though_optuna_calls_it_complete() -> None:
@@ -207,14 +226,21 @@ def test_a_study_made_elsewhere_is_told_apart() -> None:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = optuna.create_study(study_name="other")
     with pytest.raises(
-        CrossfedError, match="study other does not come from crossfed tune: it has no user attribute 'method'"
+        CrossfedError,
+        match="study other does not come from crossfed tune: it has no user attribute 'method'",
     ):
         tables.show(study)
 
 
 def test_the_front_holds_finished_trials_that_nothing_dominates() -> None:
-    """(0.2, 4) is dominated by (0.3, 4); (0.9, 0.5), which dominates all, was stopped early and is not there."""
-    assert [trial.values for trial in StudyFacts.of(two(FRONT)).front()] == [(0.1, 1.0), (0.3, 4.0), (0.4, 8.0)]
+    """(0.2, 4) is dominated by (0.3, 4); (0.9, 0.5), which dominates all, was stopped early and is
+    not there.
+    """
+    assert [trial.values for trial in StudyFacts.of(two(FRONT)).front()] == [
+        (0.1, 1.0),
+        (0.3, 4.0),
+        (0.4, 8.0),
+    ]
 
 
 def test_a_storage_gives_back_what_was_put_in(tmp_path: Path) -> None:
@@ -225,8 +251,18 @@ def test_a_storage_gives_back_what_was_put_in(tmp_path: Path) -> None:
     study = new_study(("recall_at_20", "epsilon"), ("maximize", "minimize"), storage)
     widths = CategoricalDistribution(([64, 32], [128]))  # type: ignore[arg-type]
     for number in range(9):
-        params = {"tau_a": (0.1, 1.0, math.inf)[number % 3], "widths": ([64, 32], [128])[number % 2]}
-        add(study, "finished", (number / 10, math.inf), params, {"tau_a": TAU, "widths": widths}, epsilon=math.inf)
+        params = {
+            "tau_a": (0.1, 1.0, math.inf)[number % 3],
+            "widths": ([64, 32], [128])[number % 2],
+        }
+        add(
+            study,
+            "finished",
+            (number / 10, math.inf),
+            params,
+            {"tau_a": TAU, "widths": widths},
+            epsilon=math.inf,
+        )
     study = optuna.load_study(study_name="first", storage=storage)
     warnings.simplefilter("error")
     assert StudyFacts.of(study).trials[2].params["tau_a"] == math.inf
@@ -234,7 +270,7 @@ def test_a_storage_gives_back_what_was_put_in(tmp_path: Path) -> None:
     assert "--set tau_a=.inf --set widths=[64, 32]" in printed(tables.show(study))
 
 
-# -- importance --------------------------------------------------------------------------------------------------------
+# -- importance ------------------------------------------------------------------------------------
 
 
 def random_study(
@@ -251,30 +287,48 @@ def random_study(
                 params[name] = int(rng.integers(kind.low, kind.high + 1))
             else:
                 params[name] = float(kind.low * (kind.high / kind.low) ** rng.random())
-        add(study, "pruned" if pruned and number % 2 else "finished", objective(params), params, space)
+        add(
+            study,
+            "pruned" if pruned and number % 2 else "finished",
+            objective(params),
+            params,
+            space,
+        )
     return study
 
 
 @pytest.mark.parametrize("pruned", [False, True])
 def test_importance_finds_what_matters(pruned: bool) -> None:
     space = {"lr": LR, "K": K, "depth": DEPTH}
-    study = random_study(40, lambda p: -abs(math.log10(p["lr"]) + 2) + 1e-4 * p["depth"], space, pruned=pruned)
+    study = random_study(
+        40, lambda p: -abs(math.log10(p["lr"]) + 2) + 1e-4 * p["depth"], space, pruned=pruned
+    )
     [found] = importance(StudyFacts.of(study))
     assert next(iter(found.shares)) == "lr" and found.shares["lr"] > 0.6
     assert sum(found.shares.values()) == pytest.approx(1)
     assert (found.note, found.trials) == ("", 40)
     [axis] = importances(study).axes
-    assert [round(patch.get_width(), 6) for patch in axis.patches][::-1] == [round(s, 6) for s in found.shares.values()]
+    assert [round(patch.get_width(), 6) for patch in axis.patches][::-1] == [
+        round(s, 6) for s in found.shares.values()
+    ]
     assert [label.get_text() for label in axis.get_yticklabels()][::-1] == list(found.shares)
 
 
 def test_importance_is_given_per_objective_and_takes_its_direction() -> None:
-    """K alone decides the first objective, tau_a alone the second; turned round, the best quarter is another one."""
+    """K alone decides the first objective, tau_a alone the second; turned round, the best quarter
+    is another one.
+    """
     study = new_study(("recall_at_20", "bytes"), ("maximize", "minimize"))
     rng = np.random.default_rng(3)
     for _ in range(45):
         k, tau = int(rng.choice(K.choices)), float(rng.choice(TAU.choices))
-        add(study, "finished", (k, {0.1: 1, 1.0: 2, math.inf: 3}[tau]), {"K": k, "tau_a": tau}, {"K": K, "tau_a": TAU})
+        add(
+            study,
+            "finished",
+            (k, {0.1: 1, 1.0: 2, math.inf: 3}[tau]),
+            {"K": k, "tau_a": tau},
+            {"K": K, "tau_a": TAU},
+        )
     first, second = importance(StudyFacts.of(study))
     assert (first.objective, next(iter(first.shares))) == ("recall_at_20", "K")
     assert (second.objective, next(iter(second.shares))) == ("bytes", "tau_a")
@@ -289,7 +343,9 @@ def test_importance_is_given_per_objective_and_takes_its_direction() -> None:
         (9, lambda p: np.random.default_rng(0).random(), {}, "all 9 trials have the same value"),
     ],
 )
-def test_where_importance_says_nothing_it_says_why(trials: int, objective: Any, space: Any, words: str) -> None:
+def test_where_importance_says_nothing_it_says_why(
+    trials: int, objective: Any, space: Any, words: str
+) -> None:
     study = random_study(trials, objective, space)
     [found] = importance(StudyFacts.of(study))
     assert (dict(found.shares), found.note) == ({}, words)
@@ -301,7 +357,13 @@ def test_where_importance_says_nothing_it_says_why(trials: int, objective: Any, 
 def test_a_parameter_with_one_value_is_left_out_and_named() -> None:
     study = new_study()
     for number in range(12):
-        add(study, "finished", number, {"K": 30 if number < 6 else 70, "tau_a": math.inf}, {"K": K, "tau_a": TAU})
+        add(
+            study,
+            "finished",
+            number,
+            {"K": 30 if number < 6 else 70, "tau_a": math.inf},
+            {"K": K, "tau_a": TAU},
+        )
     [found] = importance(StudyFacts.of(study))
     assert dict(found.shares) == {"K": 1.0}
     assert found.note == "left out, with one value only: tau_a"
@@ -312,7 +374,7 @@ def test_a_parameter_with_one_value_is_left_out_and_named() -> None:
     assert importance(StudyFacts.of(alone))[0].note == "no parameter took more than one value"
 
 
-# -- scales ------------------------------------------------------------------------------------------------------------
+# -- scales ----------------------------------------------------------------------------------------
 
 
 def test_categories_ascend_and_infinity_stands_last() -> None:
@@ -370,9 +432,18 @@ def test_labels_that_do_not_fit_are_turned_and_lose_their_counts() -> None:
         add(study, "finished", 0.1, params, {"few": few, "many": many}, domains={"A": number / 8})
     shown = {name: sensitivity(study, name) for name in ("few", "many")}
     assert all(shown.values())
-    labels = {name: figure.axes[0].get_xticklabels() for name, figure in shown.items() if figure is not None}
-    assert [(label.get_text(), label.get_rotation()) for label in labels["few"]] == [("a\nn=4", 0), ("b\nn=4", 0)]
-    assert {(label.get_text()[:6], label.get_rotation()) for label in labels["many"]} == {("a-long", 30)}
+    labels = {
+        name: figure.axes[0].get_xticklabels()
+        for name, figure in shown.items()
+        if figure is not None
+    }
+    assert [(label.get_text(), label.get_rotation()) for label in labels["few"]] == [
+        ("a\nn=4", 0),
+        ("b\nn=4", 0),
+    ]
+    assert {(label.get_text()[:6], label.get_rotation()) for label in labels["many"]} == {
+        ("a-long", 30)
+    }
     assert not any("n=" in label.get_text() for label in labels["many"])
 
 
@@ -384,7 +455,7 @@ def test_a_scale_of_one_value_has_a_width(values: list[float]) -> None:
     assert all(low < scale.place(value) < high for value in values)
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
+# -- figures ---------------------------------------------------------------------------------------
 
 
 def test_a_figure_says_what_it_is_about() -> None:
@@ -398,14 +469,22 @@ def test_optimisation_history() -> None:
     assert lines(axis, "paper") == [(0, 0.10)]
     assert lines(axis, "finished") == [(2, 0.30), (5, 0.20)]
     assert lines(axis, "pruned") == [(1, 0.90), (4, 0.05)]
-    assert [x for x, _ in lines(axis, "failed")] == [3] and [x for x, _ in lines(axis, "killed")] == [6]
-    # the best of finished trials only: the stopped 0.90 does not lift it; it goes on to the last trial
+    assert [x for x, _ in lines(axis, "failed")] == [3] and [
+        x for x, _ in lines(axis, "killed")
+    ] == [6]
+    # the best of finished trials only: the stopped 0.90 does not lift it; it goes on to the last
+    # trial
     assert lines(axis, "best") == [(0, 0.10), (2, 0.30), (5, 0.30), (6.5, 0.30)]
     assert axis.get_ylabel() == "Recall@20, mean of domains"
 
 
 def test_the_best_so_far_falls_where_less_is_better() -> None:
-    rows = [("finished", 0.1, 4.0), ("finished", 0.1, 6.0), ("pruned", 0.1, 1.0), ("finished", 0.1, 2.0)]
+    rows = [
+        ("finished", 0.1, 4.0),
+        ("finished", 0.1, 6.0),
+        ("pruned", 0.1, 1.0),
+        ("finished", 0.1, 2.0),
+    ]
     axis = optimisation_history(two(rows)).axes[1]
     four, two_ = math.log10(4), math.log10(2)  # ε stands by its logarithm
     assert lines(axis, "best") == [(0, four), (1, four), (3, two_), (3.5, two_)]
@@ -425,11 +504,20 @@ def test_parallel_coordinates_tell_finished_from_pruned() -> None:
     # darker is better: 0.30 has less light than 0.20, and that less than 0.10
     light = [sum(np.atleast_1d(line.get_color())[:3]) for line in drawn[2:]]
     assert light[1] < light[2] < light[0]
-    assert [label.get_text() for label in axis.get_xticklabels()] == ["tau_a", "K", "Recall@20,\nmean of domains"]
-    # tau_a = ∞ is the highest of three places, K = 50 the middle one: 5/6 and 1/2 of the axis; those beside it stand close
+    assert [label.get_text() for label in axis.get_xticklabels()] == [
+        "tau_a",
+        "K",
+        "Recall@20,\nmean of domains",
+    ]
+    # tau_a = ∞ is the highest of three places, K = 50 the middle one: 5/6 and 1/2 of the axis;
+    # those beside it stand close
     best = drawn[3].get_ydata()
-    assert float(best[0]) == pytest.approx(5 / 6) and float(best[1]) == pytest.approx(1 / 2, abs=0.02)
-    assert "failed" not in {text.get_text() for legend in figure.legends for text in legend.get_texts()}
+    assert float(best[0]) == pytest.approx(5 / 6) and float(best[1]) == pytest.approx(
+        1 / 2, abs=0.02
+    )
+    assert "failed" not in {
+        text.get_text() for legend in figure.legends for text in legend.get_texts()
+    }
 
 
 def test_a_parameter_that_only_some_trials_have() -> None:
@@ -439,14 +527,19 @@ def test_a_parameter_that_only_some_trials_have() -> None:
     add(study, "finished", 0.3, {"K": 50, "lr": 0.001}, {"K": K, "lr": LR}, domains={"A": 0.3})
     figure = parallel_coordinates(study)
     assert figure is not None and "not used" in texts(figure)
-    crossing = [float(line.get_ydata()[1]) for line in figure.axes[0].lines if line.get_gid() == "finished"]
+    crossing = [
+        float(line.get_ydata()[1]) for line in figure.axes[0].lines if line.get_gid() == "finished"
+    ]
     assert crossing[1] < 0 < crossing[2] < crossing[0]
     sliced = slices(study, ["lr"])
     assert sliced is not None
     assert [x for x, _ in lines(sliced.axes[0], "finished")] == pytest.approx([-2, -3])
     rows = list(csv.DictReader(io.StringIO(tables.trials_table(study).csv())))
     assert [row["lr"] for row in rows] == ["0.001", "", "0.01"]
-    assert "| 1 | finished | 0.2000 | 0.2000 | 50 | – | 10 / 10 | 2 s |" in tables.trials_table(study).markdown()
+    assert (
+        "| 1 | finished | 0.2000 | 0.2000 | 50 | – | 10 / 10 | 2 s |"
+        in tables.trials_table(study).markdown()
+    )
 
 
 def test_slices_mark_the_paper_and_the_median_of_finished_trials() -> None:
@@ -460,7 +553,9 @@ def test_slices_mark_the_paper_and_the_median_of_finished_trials() -> None:
     assert len({x for x, _ in lines(tau, "pruned")}) == 2  # side by side
     assert [y for _, y in lines(tau, "median")] == pytest.approx([0.15] * 2)  # of 0.10 and 0.20
     assert [y for _, y in lines(k, "median")] == pytest.approx([0.20] * 2)  # of 0.10 and 0.30
-    with pytest.raises(CrossfedError, match="study first does not search beta; it searches tau_a, K"):
+    with pytest.raises(
+        CrossfedError, match="study first does not search beta; it searches tau_a, K"
+    ):
         slices(small(), ["beta"])
 
 
@@ -472,7 +567,8 @@ def test_the_pareto_front_of_two_objectives() -> None:
     assert sorted(lines(axis, "front")) == [(0.1, one), (0.3, four), (0.4, eight)]
     assert lines(axis, "pruned") == [(0.9, half)]
     (left, _), (_, top) = axis.get_xlim(), axis.get_ylim()
-    # what a point dominates lies left of and above it: the border runs along from the left, up at each point, to the top
+    # what a point dominates lies left of and above it: the border runs along from the left, up at
+    # each point, to the top
     assert lines(axis, "staircase") == [
         (left, one), (0.1, one), (0.1, four), (0.3, four), (0.3, eight), (0.4, eight), (0.4, top)
     ]  # fmt: skip
@@ -488,7 +584,9 @@ def test_epsilon_stands_by_its_logarithm_also_over_a_small_range() -> None:
     """1, 4 and 8: the step from 1 to 4 is twice as long as that from 4 to 8."""
     scale = Scale.of_objective(StudyFacts.of(two(FRONT)), 1)
     assert scale.log
-    assert scale.place(4.0) - scale.place(1.0) == pytest.approx(2 * (scale.place(8.0) - scale.place(4.0)))
+    assert scale.place(4.0) - scale.place(1.0) == pytest.approx(
+        2 * (scale.place(8.0) - scale.place(4.0))
+    )
     assert not Scale.of_objective(StudyFacts.of(two(FRONT)), 0).log
 
 
@@ -500,7 +598,13 @@ def test_two_objectives_that_are_both_maximised() -> None:
     assert figure is not None
     [axis] = figure.axes
     (left, _), (bottom, _) = axis.get_xlim(), axis.get_ylim()
-    assert lines(axis, "staircase") == [(left, 0.3), (0.1, 0.3), (0.1, 0.2), (0.2, 0.2), (0.2, bottom)]
+    assert lines(axis, "staircase") == [
+        (left, 0.3),
+        (0.1, 0.3),
+        (0.1, 0.2),
+        (0.2, 0.2),
+        (0.2, bottom),
+    ]
 
 
 def test_three_objectives_are_a_grid_of_pairs() -> None:
@@ -521,7 +625,9 @@ def test_three_objectives_are_a_grid_of_pairs() -> None:
 
 
 def test_sensitivity_is_the_mean_over_finished_trials_per_domain() -> None:
-    """tau_a = 1: trials 0 and 5, A has 0.08 and 0.10, so 0.09 ± √(2 · 0.01²) = 0.0141; tau_a = ∞: trial 2 alone."""
+    """tau_a = 1: trials 0 and 5, A has 0.08 and 0.10, so 0.09 ± √(2 · 0.01²) = 0.0141; tau_a = ∞:
+    trial 2 alone.
+    """
     figure = sensitivity(small(), "tau_a")
     assert figure is not None
     first, second = figure.axes
@@ -536,10 +642,14 @@ def test_sensitivity_is_the_mean_over_finished_trials_per_domain() -> None:
     assert segments.get_segments()[0][:, 1] == pytest.approx([0.09 - spread, 0.09 + spread])
     assert segments.get_segments()[1][:, 1] == pytest.approx([0.2, 0.2])
     assert list(second.containers[0].lines[0].get_ydata()) == pytest.approx([0.21, 0.4])
-    assert {x for x, _ in lines(first, "paper value")} == {0.0} and lines(first, "paper") == [(0.0, 0.08)]
+    assert {x for x, _ in lines(first, "paper value")} == {0.0} and lines(first, "paper") == [
+        (0.0, 0.08)
+    ]
     assert "the paper's value: 1" in texts(figure)
     for handle in figure.legends[0].legend_handles:
-        assert handle.get_marker() not in ("", "None", None), "every entry of the legend has its mark"
+        assert handle.get_marker() not in ("", "None", None), (
+            "every entry of the legend has its mark"
+        )
 
 
 def test_sensitivity_to_a_continuous_parameter_gathers_neighbours() -> None:
@@ -550,7 +660,8 @@ def test_sensitivity_to_a_continuous_parameter_gathers_neighbours() -> None:
     figure = sensitivity(study, "lr")
     assert figure is not None
     line = figure.axes[0].containers[0].lines[0]
-    assert list(line.get_ydata()) == pytest.approx([1, 4, 7, 10, 13])  # the middles of five groups of three
+    # the middles of five groups of three
+    assert list(line.get_ydata()) == pytest.approx([1, 4, 7, 10, 13])
     assert list(line.get_xdata()) == pytest.approx([-3.8, -3.2, -2.6, -2.0, -1.4])
 
 
@@ -571,7 +682,9 @@ def test_rounds_run_beside_the_most() -> None:
     [axis] = figure.axes
     assert [patch.get_height() for patch in axis.containers[0]] == [10] * 7
     ran = {bars.patches[0].get_x() + 0.4: bars for bars in axis.containers[1:] if bars.patches}
-    heights = {round(p.get_x() + p.get_width() / 2): p.get_height() for bars in ran.values() for p in bars}
+    heights = {
+        round(p.get_x() + p.get_width() / 2): p.get_height() for bars in ran.values() for p in bars
+    }
     assert heights == {0: 10, 1: 3, 2: 10, 3: 4, 4: 3, 5: 10, 6: 0}
     assert "pruned trials ran 6 of at most 20 rounds" in texts(figure)
 
@@ -597,13 +710,35 @@ def edge(case: str) -> optuna.Study:
         add(study, "finished", 0.1, {"K": 30, LONG: 0.5}, space, domains={"A": 0.1}, paper=True)
     if case == "all failed":
         for _ in range(3):
-            add(study, "failed", None, {"K": 30, LONG: 0.5}, space, reason="out of memory on a-domain " * 20)
+            add(
+                study,
+                "failed",
+                None,
+                {"K": 30, LONG: 0.5},
+                space,
+                reason="out of memory on a-domain " * 20,
+            )
     if case == "none finished":
         for number in range(3):
-            add(study, "pruned", 0.1 * number, {"K": 30, LONG: 0.5}, space, domains={"A": 0.1}, paper=number == 0)
+            add(
+                study,
+                "pruned",
+                0.1 * number,
+                {"K": 30, LONG: 0.5},
+                space,
+                domains={"A": 0.1},
+                paper=number == 0,
+            )
     if case == "equal values":
         for number in range(10):
-            add(study, "finished", 0.1, {"K": (30, 50)[number % 2], LONG: number / 10}, space, domains={"A": 0.1})
+            add(
+                study,
+                "finished",
+                0.1,
+                {"K": (30, 50)[number % 2], LONG: number / 10},
+                space,
+                domains={"A": 0.1},
+            )
     if case == "no parameter":
         for number in range(10):
             add(study, "finished", 0.1 * number, domains={"A": 0.1})
@@ -616,7 +751,16 @@ def edge(case: str) -> optuna.Study:
     return study
 
 
-EDGES = ["empty", "one trial", "all failed", "none finished", "equal values", "no parameter", "waiting", "paper failed"]
+EDGES = [
+    "empty",
+    "one trial",
+    "all failed",
+    "none finished",
+    "equal values",
+    "no parameter",
+    "waiting",
+    "paper failed",
+]
 
 
 @pytest.mark.parametrize("case", EDGES)
@@ -639,18 +783,20 @@ def test_nothing_breaks_at_the_edges(case: str, tmp_path: Path) -> None:
     )
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 def test_the_table_of_trials_keeps_stopped_ones_apart() -> None:
     table = tables.trials_table(small())
-    assert [[row[1] for row in group] for group in table.groups] == [[2, 5, 0], [1, 4], [3], [6]]  # best first in each
+    # best first in each
+    assert [[row[1] for row in group] for group in table.groups] == [[2, 5, 0], [1, 4], [3], [6]]
     assert [[row[3] for row in group] for group in table.groups][1] == ["pruned", "pruned"]
     assert table.best == {0}
     shown = table.markdown().splitlines()
     assert shown[0] == "| trial | status | recall_at_20 | A | B | tau_a | K | rounds | time |"
     assert shown[2] == (
-        "| **2** | **finished** | **0.3000** | **0.2000** | **0.4000** | **∞** | **50** | **10 / 10** | **2 s** |"
+        "| **2** | **finished** | **0.3000** | **0.2000** | **0.4000** | **∞** | **50** | **10 "
+        "/ 10** | **2 s** |"
     )
     assert shown[4] == "| * 0 | finished | 0.1000 | 0.0800 | 0.1200 | 1 | 50 | 10 / 10 | 2 s |"
     assert shown[5] == "| 1 | pruned | 0.9000 | 0.9500 | 0.8500 | 0.1 | 30 | 3 / 10 | 2 s |"
@@ -689,19 +835,42 @@ def test_the_best_is_set_against_the_paper_s_setting() -> None:
         "  The paper's setting: 0.1000, trial 0; the best is 200.0 % higher.",
         "  Stopped with more than that, and not counted: trial 1 (0.9000 after 3 rounds).",
     ]
-    assert tables.reasons(small()) == ["Trial 3 failed: loss | is NaN", "Trial 6 killed: no reason was recorded"]
+    assert tables.reasons(small()) == [
+        "Trial 3 failed: loss | is NaN",
+        "Trial 6 killed: no reason was recorded",
+    ]
 
 
 def test_the_best_of_every_objective() -> None:
     study = new_study(("domain:A", "bytes"), ("maximize", "minimize"))
-    add(study, "finished", (0.1, 4000.0), {"flag": True}, {"flag": CategoricalDistribution((True, None))}, paper=True)
-    add(study, "finished", (0.1, 1000.0), {"flag": None}, {"flag": CategoricalDistribution((True, None))})
+    add(
+        study,
+        "finished",
+        (0.1, 4000.0),
+        {"flag": True},
+        {"flag": CategoricalDistribution((True, None))},
+        paper=True,
+    )
+    add(
+        study,
+        "finished",
+        (0.1, 1000.0),
+        {"flag": None},
+        {"flag": CategoricalDistribution((True, None))},
+    )
     for cost in (10.0, 9000.0):
-        add(study, "pruned", (0.2, cost), {"flag": None}, {"flag": CategoricalDistribution((True, None))})
+        add(
+            study,
+            "pruned",
+            (0.2, cost),
+            {"flag": None},
+            {"flag": CategoricalDistribution((True, None))},
+        )
     assert tables.best_lines(study) == [
         "Best domain:A: 0.1000, trial 0, the paper's setting",
         "  --set flag=true",
-        "  Stopped with more than that, and not counted: trial 2 (0.2000 after 3 rounds), 3 (0.2000 after 3 rounds).",
+        "  Stopped with more than that, and not counted: trial 2 (0.2000 after 3 rounds), 3 "
+        "(0.2000 after 3 rounds).",
         "Best bytes: 1 kB, trial 1",
         "  --set flag=null",
         "  The paper's setting: 4 kB, trial 0; the best is 75.0 % lower.",
@@ -709,7 +878,8 @@ def test_the_best_of_every_objective() -> None:
     assert optimisation_history(study).axes[0].get_ylabel() == "Recall@20, A"
     table = tables.pareto_table(study)
     assert table is not None
-    assert table.markdown().splitlines()[2:3] == ["| 1 | 0.1000 | 1 kB | None |"]  # as good as trial 0 for fewer bytes
+    # as good as trial 0 for fewer bytes
+    assert table.markdown().splitlines()[2:3] == ["| 1 | 0.1000 | 1 kB | None |"]
     assert tables.trials_table(study).best == {1}
 
 
@@ -725,14 +895,22 @@ def test_a_paper_setting_that_was_stopped_is_not_compared_with() -> None:
 def test_the_pareto_table() -> None:
     table = tables.pareto_table(two([*FRONT, ("finished", 0.5, math.inf)]))
     assert table is not None
-    assert [(row[2], row[3]) for row in table.rows] == [(0.1, 1.0), (0.3, 4.0), (0.4, 8.0), (0.5, math.inf)]
+    assert [(row[2], row[3]) for row in table.rows] == [
+        (0.1, 1.0),
+        (0.3, 4.0),
+        (0.4, 8.0),
+        (0.5, math.inf),
+    ]
     assert table.markdown().splitlines()[5] == "| 5 | 0.5000 | ∞ | 50 |"
     assert "better is: recall_at_20 higher, epsilon lower" in table.caption
     assert tables.pareto_table(small()) is None
 
 
 def test_a_narrow_terminal_drops_columns_and_says_which() -> None:
-    wide, narrow = printed(tables.trials_table(small()), 120), printed(tables.trials_table(small()), 60)
+    wide, narrow = (
+        printed(tables.trials_table(small()), 120),
+        printed(tables.trials_table(small()), 60),
+    )
     assert "Left out" not in wide
     assert "Left out for want of width: A, B, time." in narrow.replace("\n", " ")
     assert all(len(line) <= 60 for line in narrow.splitlines())
@@ -743,7 +921,9 @@ def test_the_best_row_is_bold_in_a_terminal() -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="standard")
     with console.capture() as captured:
         console.print(tables.trials_table(small()))
-    bold = [line for line in captured.get().splitlines() if "\x1b[1m" in line and "finished" in line]
+    bold = [
+        line for line in captured.get().splitlines() if "\x1b[1m" in line and "finished" in line
+    ]
     assert len(bold) == 1 and "0.3000" in bold[0]
 
 
@@ -777,7 +957,9 @@ def test_the_study_for_a_page() -> None:
 
 
 def test_the_budget_table() -> None:
-    """Mean of 0.1, 0.2, 0.3 is 0.2, deviation √((0.01 + 0 + 0.01) / 2) = 0.1; rounds 10 · 3 + 3 · 2 + 4 = 40; 7 · 4 s CPU."""
+    """Mean of 0.1, 0.2, 0.3 is 0.2, deviation √((0.01 + 0 + 0.01) / 2) = 0.1; rounds 10 · 3 + 3 · 2
+    + 4 = 40; 7 · 4 s CPU.
+    """
     one = tables.Spent.of(small(), [0.1, 0.2, 0.3])
     other = tables.Spent(
         "lightgcn",
@@ -797,7 +979,9 @@ def test_the_budget_table() -> None:
         "| method | trials | finished | pruned | failed | killed | rounds | CPU time | GPU time "
         "| validation recall_at_20 | test recall_at_20 | seeds |"
     )
-    assert shown[2].replace("*", "") == "| fedcgr | 7 | 3 | 2 | 1 | 1 | 40 | 28 s | – | 0.3000 | 0.2000 ± 0.1000 | 3 |"
+    assert shown[2].replace("*", "") == (
+        "| fedcgr | 7 | 3 | 2 | 1 | 1 | 40 | 28 s | – | 0.3000 | 0.2000 ± 0.1000 | 3 |"
+    )
     assert shown[3] == "| lightgcn | 7 | 7 | 0 | 0 | 0 | 70 | – | 2:01:40 | – | – | 0 |"
     assert "protocol ratio-80-10-10" in table.caption and "full budget" in table.caption
     [row, _] = csv.DictReader(io.StringIO(table.csv()))
@@ -807,13 +991,18 @@ def test_the_budget_table() -> None:
 
 
 def test_one_seed_has_no_deviation() -> None:
-    assert "| 0.2500 | 1 |" in tables.budget_table([tables.Spent.of(small(), [0.25])]).markdown().replace("*", "")
+    assert "| 0.2500 | 1 |" in tables.budget_table(
+        [tables.Spent.of(small(), [0.25])]
+    ).markdown().replace("*", "")
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"protocol": "leave-one-out"}, "differ in protocol .*: ratio-80-10-10 .first.; leave-one-out .other."),
+        (
+            {"protocol": "leave-one-out"},
+            "differ in protocol .*: ratio-80-10-10 .first.; leave-one-out .other.",
+        ),
         ({"data": "beauty"}, "differ in data"),
         ({"objective": "worst"}, "differ in objective"),
     ],
@@ -827,7 +1016,9 @@ def test_budgets_that_do_not_compare_are_refused(change: dict[str, str], words: 
         "protocol": one.protocol,
         "objective": one.objective,
     } | change
-    other = tables.Spent(**told, trials={}, rounds=0, cpu_seconds=None, gpu_seconds=None, validation=None)  # type: ignore[arg-type]
+    other = tables.Spent(
+        **told, trials={}, rounds=0, cpu_seconds=None, gpu_seconds=None, validation=None
+    )  # type: ignore[arg-type]
     with pytest.raises(CrossfedError, match=words):
         tables.budget_table([one, other])
     with pytest.raises(CrossfedError, match="No studies"):
@@ -835,5 +1026,11 @@ def test_budgets_that_do_not_compare_are_refused(change: dict[str, str], words: 
 
 
 def test_pyplot_is_not_imported() -> None:
-    code = "import sys, crossfed.tuning.report.figures; print({'matplotlib.pyplot', 'ray'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+    code = (
+        "import sys, crossfed.tuning.report.figures; print({'matplotlib.pyplot', 'ray'} & "
+        "set(sys.modules))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "set()\n"
+    )
