@@ -85,7 +85,7 @@ Not stated in the paper
     - `ablation="fedavg"`: where the paper averages all experts, there are N_s + 1 shared ones and
       no private one. `ablation="split"`: one shared net of the width of an expert. Without the CF
       residual the dense head stays.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -252,9 +252,15 @@ class Config(GeneratorConfig):
     def extractor(self) -> next_item.NextItemConfig:
         """The local SASRec."""
         return next_item.NextItemConfig(
-            dim=self.cf_dim, layers=self.cf_layers, heads=self.cf_heads, inner=self.cf_dim, dropout=self.cf_dropout,
-            length=self.length, lr=self.cf_lr, batch_size=self.cf_batch_size,
-        )  # fmt: skip
+            dim=self.cf_dim,
+            layers=self.cf_layers,
+            heads=self.cf_heads,
+            inner=self.cf_dim,
+            dropout=self.cf_dropout,
+            length=self.length,
+            lr=self.cf_lr,
+            batch_size=self.cf_batch_size,
+        )
 
 
 # -- the reliability-aware interface ---------------------------------------------------------------
@@ -368,8 +374,7 @@ def expert_shares(p: Tensor, chosen: Tensor) -> Tensor:
 
 
 class SharedExperts(nn.Module):
-    """The part of a layer's experts that crosses: the shared ones and their router rows [n, dim].
-    """
+    """The part of a layer's experts that crosses: the shared ones and their router rows [n, dim]."""
 
     def __init__(self, n: int, dim: int, inner: int) -> None:
         super().__init__()

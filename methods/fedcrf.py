@@ -96,7 +96,7 @@ Not stated in the paper
       the positive pair out; `contrast="infonce"` keeps it.
     - Without the federated stage (`ablation="fed"`) the pre-trained graph is that of the raw text.
     - Without FGSAT (`ablation="fgsat"`) the attention mixes t with the global centre alone.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class Config(MethodConfig):
 
 
 def encode(
-    product: Callable[[Tensor], Tensor], ego: Tensor, user_s: Tensor, item_s: Tensor, n_users: int, layers: int,
+    product: Callable[[Tensor], Tensor], ego: Tensor, user_s: Tensor, item_s: Tensor, n_users: int, layers: int,  # noqa: E501
     with_intents: bool = True,
 ) -> Tensor:  # fmt: skip
     """Eq. (1), Eq. (2): z_l = D^-½AD^-½ e_{l-1}, e_l by `refine`, and their sum over the layers 0 …

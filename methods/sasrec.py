@@ -54,7 +54,7 @@ Not stated in the paper
     - What is looked at when ranking is all that is known by then: the training history for
       validation, that and the validation items for the test. A user without history gets equal
       scores for all items.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

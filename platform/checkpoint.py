@@ -12,7 +12,7 @@ Layout of a run directory's `checkpoints/`:
       <node>.inbox.*          messages it has received and not yet read
       <node>.uploaded.*       what it last sent with one row per item, where the run ends with an audit
       <node>.first.*          what it received first, under the control "stale"
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -340,8 +340,7 @@ def final_folder(partial: Path) -> Path:
 
 
 def _complete(folder: Path, files: Iterable[str], parts: Sequence[str]) -> None:
-    """Raise CrossfedError unless a folder holds these files, and they hold the state of every part.
-    """
+    """Raise CrossfedError unless a folder holds these files, and they hold the state of every part."""
     listed, needed = (
         set(files),
         {f"{part}{suffix}" for part in parts for suffix in (".json", ".safetensors")},

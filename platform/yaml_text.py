@@ -1,5 +1,4 @@
-"""The one reader of YAML: `yaml.safe_load`, and a key that stands twice in one mapping is an error.
-"""
+"""The one reader of YAML: `yaml.safe_load`, and a key that stands twice in one mapping is an error."""
 
 from __future__ import annotations
 

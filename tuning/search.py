@@ -275,7 +275,7 @@ def _warn_of_idle(view: Progress, study: Study) -> None:
         warning += f", and {', '.join(keys)}, searched here, can make no difference between trials"
     mend = "take more --max-rounds, or " if why else ""
     view.warn(
-        f"{warning}; {mend}{'leave them out, e.g. --search ' + keys[0] + '=null' if keys else 'search nothing of it'}."
+        f"{warning}; {mend}{'leave them out, e.g. --search ' + keys[0] + '=null' if keys else 'search nothing of it'}."  # noqa: E501
     )
 
 

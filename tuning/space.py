@@ -6,7 +6,7 @@ search:
   lr: {low: 1.0e-4, high: 1.0e-2, log: true}
   layers: {low: 1, high: 4, int: true}
   alpha: {values: [0.1, 0.2], when: {ablation: [none, fed]}}   # searched in trials with one of these values only
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def prepare(
         >>> data = crossfed.prepare({"books": books, "games": games}, out=tmp, recipe=recipe, report=str)
         >>> data.sizes("books")
         (1, 3)
-    """
+    """  # noqa: E501
     parts = {"user": user, "item": item, **(columns or {})}
     if time is not None:
         parts["time"] = time

@@ -68,7 +68,7 @@ def run(
         >>> import crossfed
         >>> made = crossfed.run("lightgcn", backend="inprocess", progress="quiet", epochs=1)  # doctest: +SKIP
         >>> made.metrics.head()  # doctest: +SKIP
-    """
+    """  # noqa: E501
     from crossfed.platform.federation.final import test_once
     from crossfed.platform.report.recording import run_recorded
 

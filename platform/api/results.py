@@ -51,7 +51,10 @@ class Run:
         table = self.metrics.pivot_table(
             index=["domain", "split"], columns="metric", values="value", sort=False
         )
-        return f"<p>{about}; {html.escape(self.protocol)}</p>{table.to_html(float_format='%.4f')}"
+        return (
+            f"<p>{about}; "
+            f"{html.escape(self.protocol)}</p>{table.to_html(float_format='{:.4f}'.format)}"
+        )
 
     @property
     def id(self) -> str:
@@ -201,7 +204,7 @@ class Study:
 
     def _repr_html_(self) -> str:
         about = html.escape(repr(self).strip("<>"))
-        return f"<p>{about}</p>{self.trials.to_html(index=False, float_format='%.4f')}"
+        return f"<p>{about}</p>{self.trials.to_html(index=False, float_format='{:.4f}'.format)}"
 
     @property
     def name(self) -> str:

@@ -440,8 +440,7 @@ def specs(
 
 @data_app.command()
 def stats(directory: Annotated[Path, typer.Argument(help="A prepared data directory.")]) -> None:
-    """Users, items, interactions, average length, density and overlap of a prepared data directory.
-    """
+    """Users, items, interactions, average length, density and overlap of a prepared data directory."""
     from crossfed.platform.data.store import PreparedData
 
     _stats_table(PreparedData.open(directory))
@@ -504,9 +503,15 @@ def synth(
     from crossfed.platform.data.synthetic import PRESETS, generate
 
     given = {
-        "domains": domains, "users": users, "items": items, "interactions_per_user": interactions_per_user, "overlap": overlap,
-        "shared": shared, "smallest": smallest, "taste_in_text": taste_in_text,
-    }  # fmt: skip
+        "domains": domains,
+        "users": users,
+        "items": items,
+        "interactions_per_user": interactions_per_user,
+        "overlap": overlap,
+        "shared": shared,
+        "smallest": smallest,
+        "taste_in_text": taste_in_text,
+    }
     chosen = {
         **PRESETS[size.value],
         **{key: value for key, value in given.items() if value is not None},
@@ -590,12 +595,17 @@ def privacy(
     for name, row in block["domains"].items():
         for line in row["releases"]:
             shown.add_row(
-                name, line["stage"], "\n".join(line["keys"]), f"{line['mechanism']} "
-                                                              f"{line['scale']:g}",
-                f"{line['norm']} {line['sensitivity']:g}", "–" if line["epsilon"] is None else f"{line['epsilon']:g}",
-                str(line["messages"]), f"{line['messages']} × {line['count']}", f"{line['epsilon_paper']:g}",
+                name,
+                line["stage"],
+                "\n".join(line["keys"]),
+                f"{line['mechanism']} {line['scale']:g}",
+                f"{line['norm']} {line['sensitivity']:g}",
+                "–" if line["epsilon"] is None else f"{line['epsilon']:g}",
+                str(line["messages"]),
+                f"{line['messages']} × {line['count']}",
+                f"{line['epsilon_paper']:g}",
                 f"{line['epsilon_whole']:g}",
-            )  # fmt: skip
+            )
     if block["domains"]:
         console.print(shown)
     for text in summary(block) or ["no message has left yet"]:

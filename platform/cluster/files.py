@@ -33,7 +33,7 @@ Key = tuple[str | int, ...]
 """Where in a file: names of mappings and positions in lists, from the top."""
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
-_OWN = r"ami-0{17}|fs-0{17}|\bmy-project\b|SET-a-family|registry\.example\.com|192\.0\.2\.\d+|\b10\.0\.0\.0:/"
+_OWN = r"ami-0{17}|fs-0{17}|\bmy-project\b|SET-a-family|registry\.example\.com|192\.0\.2\.\d+|\b10\.0\.0\.0:/"  # noqa: E501
 """Values of the templates that stand for the user's."""
 
 
@@ -180,8 +180,15 @@ def _schema(config: Any, schema: Mapping[str, Any]) -> Iterator[Said]:
 
 
 def _kind(names: str | Sequence[str]) -> str:
-    words = {"object": "a mapping", "array": "a list", "integer": "a whole number", "number": "a number",
-             "string": "text", "boolean": "true or false", "null": "null"}  # fmt: skip
+    words = {
+        "object": "a mapping",
+        "array": "a list",
+        "integer": "a whole number",
+        "number": "a number",
+        "string": "text",
+        "boolean": "true or false",
+        "null": "null",
+    }
     return " or ".join(words[name] for name in ([names] if isinstance(names, str) else names))
 
 

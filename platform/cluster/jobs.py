@@ -51,10 +51,31 @@ TOP = (
 )
 """Not uploaded from the top of the working directory."""
 ANYWHERE = (
-    ".git", ".hg", ".svn", ".venv", "venv", ".env", "node_modules", "__pycache__", ".*_cache", ".cache", ".tox", ".nox",
-    ".types", ".hypothesis", "*.egg-info", "*.pyc", "*.db", "*.ckpt", ".ipynb_checkpoints", ".DS_Store", "auth_token",
-    ".netrc", ".ssh", ".aws",
-)  # fmt: skip
+    ".git",
+    ".hg",
+    ".svn",
+    ".venv",
+    "venv",
+    ".env",
+    "node_modules",
+    "__pycache__",
+    ".*_cache",
+    ".cache",
+    ".tox",
+    ".nox",
+    ".types",
+    ".hypothesis",
+    "*.egg-info",
+    "*.pyc",
+    "*.db",
+    "*.ckpt",
+    ".ipynb_checkpoints",
+    ".DS_Store",
+    "auth_token",
+    ".netrc",
+    ".ssh",
+    ".aws",
+)
 """Not uploaded from anywhere in it: version control, environments, caches, what holds secrets."""
 LIMIT_MB = 50
 """Ray takes uploads of some 100 MB at most, and keeps them in the head's memory."""
@@ -150,8 +171,7 @@ def _value(words: Sequence[str], option: str) -> str | None:
 
 
 def _joins(words: Sequence[str]) -> bool:
-    """Whether the command takes an address: what goes on with a run or study has it from its files.
-    """
+    """Whether the command takes an address: what goes on with a run or study has it from its files."""
     if words[0] == "run" and _value(words, "--resume") is not None:
         return False
     return not (words[0] == "tune" and words[1:2] and words[1] in ("resume", "extend", "show"))

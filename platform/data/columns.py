@@ -7,7 +7,7 @@ of normalising.
 | text | the same without the last |
 | number | float64, NaN where there is none |
 | time | whole seconds and nanoseconds, exactly as the source has them |
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

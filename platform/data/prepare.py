@@ -236,9 +236,8 @@ def load_spec(spec: str | Path) -> Spec:
         place = ".".join(str(part) for part in loc) or "the spec"
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
-            message = f"no such key{nearest(str(loc[-1]), _model_at(first['loc'][:-1]).model_fields)}".rstrip(
-                "."
-            )
+            known = _model_at(first["loc"][:-1]).model_fields
+            message = f"no such key{nearest(str(loc[-1]), known)}".rstrip(".")
         raise CrossfedError(f"The spec {path} is wrong at {place}: {message}.") from error
 
 

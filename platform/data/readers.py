@@ -17,7 +17,7 @@ Compressed files (gzip, bzip2, xz, zstd, lz4) are read as they are, but for Parq
 are streamed: what stays in memory are the columns asked for, texts as one number per row plus the
 distinct values, never the file. Blocks of a delimited file without quotation marks are parsed by
 Arrow, all others line by line.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ same over pyarrow versions.
 
 Equal times: two interactions of one user at the same time keep the order in which they were given
 to the writer.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ def file_sha256(path: Path) -> str:
 
 
 def valid_domain_name(name: str) -> bool:
-    """Whether a domain may have this name: letters, digits, `_`, `-` and `.`, and not the server's.
-    """
+    """Whether a domain may have this name: letters, digits, `_`, `-` and `.`, and not the server's."""
     return bool(_NAME.fullmatch(name)) and name != SERVER
 
 
@@ -228,8 +227,7 @@ class DomainWriter:
         )
 
     def append_items(self, ids: Sequence[str], texts: Sequence[str]) -> None:
-        """Add the next items, numbered on from those before; `texts` has "" where an item has none.
-        """
+        """Add the next items, numbered on from those before; `texts` has "" where an item has none."""
         table = self._tables["items"]
         self._without_text += sum(not text for text in texts)
         table.append(np.arange(table.rows, table.rows + len(ids), dtype=np.int32), ids, texts)

@@ -26,7 +26,7 @@ defaults change nothing.
 
 Memory grows with the number of interactions (a few bytes each), users and items; never with users ×
 items.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -981,8 +981,7 @@ def _brands(rng: np.random.Generator, per_taste: int) -> tuple[tuple[str, ...], 
 def _texts(
     taste: Ints, kind: Ints, tastes: _Tastes, types: Sequence[str], rng: np.random.Generator
 ) -> list[str]:
-    """Readable product text of a block of items; `types` are the names of the shop's product types.
-    """
+    """Readable product text of a block of items; `types` are the names of the shop's product types."""
     drawn = {
         attribute: (rng.random((len(taste), 1)) >= tastes.preferred[attribute][taste])
         .sum(axis=1)

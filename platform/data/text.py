@@ -12,7 +12,7 @@ control characters; an encoder should see none of it. `make_encoder` knows these
     PATH or st:PATH      the same from a folder; the hub is never asked
 
 A model is loaded at its first `encode`, and sentence-transformers is imported no earlier.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -178,8 +178,7 @@ def join_fields(row: Mapping[str, object], fields: Sequence[str]) -> str:
 
 
 class Encoder(Protocol):
-    """Turns texts into vectors of one width; the same text gives the same vector at every domain.
-    """
+    """Turns texts into vectors of one width; the same text gives the same vector at every domain."""
 
     @property
     def id(self) -> str:
@@ -488,7 +487,7 @@ def _files_sha256(folder: Path, files: tuple[tuple[Path, int, int], ...]) -> str
     for path, size, _ in files:
         with path.open("rb") as file:
             digest.update(
-                f"{path.relative_to(folder)}\0{size}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode()
+                f"{path.relative_to(folder)}\0{size}\0{hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode()  # noqa: E501
             )
     return digest.hexdigest()
 

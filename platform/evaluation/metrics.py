@@ -17,7 +17,7 @@ K counts as filled up with misses.
 
 Average precision is divided by min(K, T), so that a perfect list scores 1 at every K; RecBole does
 the same, while ranx and trec_eval divide by T, which bounds the value by K / T.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

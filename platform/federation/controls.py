@@ -15,7 +15,7 @@ What belongs to whom is known without the method's help where the server has one
 under `solo` and `peers-…` the server node holds a server of its own for every domain (`separate`).
 Each is handed that domain's own upload as it was sent and the others' replaced (or none), and only
 its answer to that domain leaves.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ URIs are those of `pyarrow.fs` (`s3://`, `gs://`, `abfs://`, `hdfs://`, `file://
 from the environment or the provider's own files (AWS_ACCESS_KEY_ID …, `~/.aws`, an instance's
 role), never from the URI; an S3-compatible server is named by AWS_ENDPOINT_URL_S3 or
 AWS_ENDPOINT_URL, or by `?endpoint_override=host:port&scheme=http`.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -397,9 +397,16 @@ class Node:
             )
             ranking = rank(
                 score or (lambda batch: self._score(part, batch)),
-                users, seen.indptr, seen.items, indptr, items, data.n_items, evaluation.ks, candidates=drawn,
+                users,
+                seen.indptr,
+                seen.items,
+                indptr,
+                items,
+                data.n_items,
+                evaluation.ks,
+                candidates=drawn,
                 whole=whole,
-            )  # fmt: skip
+            )
         except CrossfedError as error:
             raise CrossfedError(f"Domain {self.name}, {part}: {error}.") from error
         wanted = [
@@ -675,8 +682,7 @@ class Nodes(Protocol):
         """
 
     def load_state(self, folder: Path) -> dict[str, dict[str, Any]]:
-        """Every node continues from `folder`; returns the unread messages as handles, by receiver.
-        """
+        """Every node continues from `folder`; returns the unread messages as handles, by receiver."""
 
     def placement(self) -> dict[str, dict[str, Any]]:
         """Where every node runs: host, process, device."""

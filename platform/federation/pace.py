@@ -7,7 +7,7 @@ A method declares it in the block `pace:` of its YAML file, as measured:
       work: [rounds, local_epochs]      # keys whose product is how often a run goes through them
       sizes: [dim, inner]               # keys that the speed depends on; with others nothing is said
       quick: small                      # the preset to try first
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Wang, "Optimal Accounting of Differential Privacy via Characteristic Function", 
 
 A total is that of one domain's own messages. Whoever is protected in several domains (a shared
 user) adds those up. Keys that no release names are outside the account.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -418,7 +418,7 @@ class Accountant:
             costs = [
                 f"ε = {max(paper_epsilon(sent) for sent in by_name.values()):g} as the paper "
                 f"counts and "
-                f"{max(whole_epsilon(sent, self.settings.delta) for sent in by_name.values()):g} whole after round {n}"
+                f"{max(whole_epsilon(sent, self.settings.delta) for sent in by_name.values()):g} whole after round {n}"  # noqa: E501
                 for n, by_name in shown
             ]
             limit = (

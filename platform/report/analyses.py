@@ -133,9 +133,19 @@ def cohorts(runs: Sequence[Finished], metric: str, bounds: Sequence[int] = BOUND
                     x, mean, [[mean - low], [high - mean]], color="black", lw=1, capsize=2
                 )
                 records.append(
-                    {"method": label, "domain": domain, "cohort": cohort.name, "interactions": ranges[position],
-                     "metric": metric, "mean": mean, "low": low, "high": high, "users": cohort.n_users, "share": cohort.share}
-                )  # fmt: skip
+                    {
+                        "method": label,
+                        "domain": domain,
+                        "cohort": cohort.name,
+                        "interactions": ranges[position],
+                        "metric": metric,
+                        "mean": mean,
+                        "low": low,
+                        "high": high,
+                        "users": cohort.n_users,
+                        "share": cohort.share,
+                    }
+                )
             rows.append(
                 (
                     label,

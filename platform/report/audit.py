@@ -148,13 +148,38 @@ def crossed(
     return Grid(
         title="Arrays that crossed",
         columns=(
-            *(Column(n, right=False) for n in ("domain", "way", "stage", "key", "what it is", "type", "shape", "grows with")),
-            Column("messages"), Column("bytes"), Column("bytes per round"), Column("left", right=False),
+            *(
+                Column(n, right=False)
+                for n in (
+                    "domain",
+                    "way",
+                    "stage",
+                    "key",
+                    "what it is",
+                    "type",
+                    "shape",
+                    "grows with",
+                )
+            ),
+            Column("messages"),
+            Column("bytes"),
+            Column("bytes per round"),
+            Column("left", right=False),
         ),
         rows=tuple(
             (
-                row["domains"], _WAYS[Direction(row["direction"])], row["stage"], row["key"], row["meaning"], row["dtype"],
-                row["shape"], row["grows"], f"{row['messages']:,}", size(row["bytes"]), size(row["bytes_per_round"]), row["left"],
+                row["domains"],
+                _WAYS[Direction(row["direction"])],
+                row["stage"],
+                row["key"],
+                row["meaning"],
+                row["dtype"],
+                row["shape"],
+                row["grows"],
+                f"{row['messages']:,}",
+                size(row["bytes"]),
+                size(row["bytes_per_round"]),
+                row["left"],
             )
             for row in records
         ),
@@ -166,7 +191,7 @@ def crossed(
             "begin so."
         ),
         records=tuple(records),
-    )  # fmt: skip
+    )
 
 
 def _record(field: Field, rows: pd.DataFrame) -> dict[str, Any]:
@@ -336,14 +361,20 @@ def _releases(block: Mapping[str, Any]) -> Iterator[Grid]:
     """The perturbed releases by sender, if any."""
     records: list[dict[str, Any]] = [
         {
-            "sender": name, "stage": line["stage"], "keys": ", ".join(line["keys"]),
-            "noise": f"{line['mechanism']}, scale {line['scale']:g}", "sensitivity": f"{line['norm']} {line['sensitivity']:g}",
-            "unit": line["unit"], "messages": line["messages"], "releases": line["released"],
-            "epsilon_paper": line["epsilon_paper"], "epsilon_whole": line["epsilon_whole"],
+            "sender": name,
+            "stage": line["stage"],
+            "keys": ", ".join(line["keys"]),
+            "noise": f"{line['mechanism']}, scale {line['scale']:g}",
+            "sensitivity": f"{line['norm']} {line['sensitivity']:g}",
+            "unit": line["unit"],
+            "messages": line["messages"],
+            "releases": line["released"],
+            "epsilon_paper": line["epsilon_paper"],
+            "epsilon_whole": line["epsilon_whole"],
         }
         for name, row in block["domains"].items()
         for line in row["releases"]
-    ]  # fmt: skip
+    ]
     if records:
         yield Grid(
             title="Perturbed releases",

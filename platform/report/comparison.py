@@ -277,12 +277,16 @@ def _tested(effect: Effect | None) -> dict[str, Any]:
 def _over_users(found: Sequence[Effect], what: str) -> Grid:
     rows = [
         (
-            *_difference(effect), _interval(users), _p(effect.users_p), f"{users.d:+.3f}", f"{users.rank_biserial:+.3f}",
+            *_difference(effect),
+            _interval(users),
+            _p(effect.users_p),
+            f"{users.d:+.3f}",
+            f"{users.rank_biserial:+.3f}",
             f"{users.n:,}",
         )
         for effect in found
         if (users := effect.users) is not None
-    ]  # fmt: skip
+    ]
     return Grid(
         title="Differences over users",
         columns=(
@@ -361,8 +365,7 @@ def _difference(effect: Effect) -> tuple[str, ...]:
 
 
 def _paired(effect: Effect, seeds: Comparison) -> Effect:
-    """An effect with the difference on the seeds of both rows in place of that of the rows' means.
-    """
+    """An effect with the difference on the seeds of both rows in place of that of the rows' means."""
     return replace(effect, difference=seeds.difference, base=effect.seeds_base)
 
 

@@ -213,11 +213,19 @@ def effects(
         difference = statistics.fmean(mine.values()) - mean
         told.append(
             Effect(
-                label, best, domain, metric, difference, mean,
-                users, max(by_t[key], by_rank[key]) if users else None,
-                seeds, statistics.fmean([theirs[seed] for seed in theirs.keys() & mine.keys()] or [mean]), by_seeds.get(key),
+                label,
+                best,
+                domain,
+                metric,
+                difference,
+                mean,
+                users,
+                max(by_t[key], by_rank[key]) if users else None,
+                seeds,
+                statistics.fmean([theirs[seed] for seed in theirs.keys() & mine.keys()] or [mean]),
+                by_seeds.get(key),
             )
-        )  # fmt: skip
+        )
     return told
 
 

@@ -373,8 +373,7 @@ def _series(history: History, kind: str) -> dict[tuple[str, str], tuple[Array, A
 
 
 def _main_metrics(recorded: Mapping[tuple[str, str], Any]) -> tuple[str, ...]:
-    """The metric that selects (the only one with a mean over domains) and the NDCG at its cut-off.
-    """
+    """The metric that selects (the only one with a mean over domains) and the NDCG at its cut-off."""
     names = list(dict.fromkeys(name for _, name in recorded))
     chosen = [name for node, name in recorded if node == "mean"][:1] or names[:1]
     chosen += [
@@ -463,9 +462,15 @@ def _stages(axis: Axes, history: History) -> None:
         if position:
             axis.axvline(min(steps) - 0.5, color=GREY, lw=1, ls=(0, (4, 3)), zorder=1)
         axis.text(
-            (min(steps) + max(steps)) / 2, 1.01, stage, transform=axis.get_xaxis_transform(), ha="center", va="bottom",
-            fontsize=9, color=GREY,
-        )  # fmt: skip
+            (min(steps) + max(steps)) / 2,
+            1.01,
+            stage,
+            transform=axis.get_xaxis_transform(),
+            ha="center",
+            va="bottom",
+            fontsize=9,
+            color=GREY,
+        )
 
 
 def styles(names: Any) -> dict[str, tuple[str, str]]:

@@ -71,10 +71,18 @@ _APART = frozenset(
 )
 _EXECUTION = frozenset(
     {
-        "backend", "checkpoint_every", "evaluation.protocol", "evaluation.split_seed", "evaluation.ks", "evaluation.metrics",
-        "evaluation.audit", "privacy.noise_seed", "privacy.delta", "evaluated.run",
+        "backend",
+        "checkpoint_every",
+        "evaluation.protocol",
+        "evaluation.split_seed",
+        "evaluation.ks",
+        "evaluation.metrics",
+        "evaluation.audit",
+        "privacy.noise_seed",
+        "privacy.delta",
+        "evaluated.run",
     }
-)  # fmt: skip
+)
 
 
 _TOLD = {"control": "none", "evaluation.train_share": 1.0}
@@ -348,7 +356,7 @@ def check_comparable(runs: Sequence[Finished], split: Split = "test") -> None:
         }
     if differing:
         told_apart = "; ".join(
-            f"{aspect}: {' against '.join(f'{value} ({_some(origins)})' for value, origins in values.items())}"
+            f"{aspect}: {' against '.join(f'{value} ({_some(origins)})' for value, origins in values.items())}"  # noqa: E501
             for aspect, values in differing.items()
         )
         raise CrossfedError(f"These runs do not belong in one table, they differ in {told_apart}.")

@@ -189,10 +189,12 @@ def _settings(
     rows = {label: members[0].settings for label, members in grouped(runs).items()}
     keys = list(dict.fromkeys(key for settings in rows.values() for key in settings))
     apart = [
-        key for key in keys
-        if len(rows) > 1 and len({repr(settings.get(key, ABSENT)) for settings in rows.values()}) > 1
+        key
+        for key in keys
+        if len(rows) > 1
+        and len({repr(settings.get(key, ABSENT)) for settings in rows.values()}) > 1
         and sum(key in settings for settings in rows.values()) > 1
-    ]  # fmt: skip
+    ]
     grid = Grid(
         title="Settings that differ",
         columns=(Column("row", right=False), *(Column(key) for key in apart)),

@@ -59,8 +59,7 @@ class Page:
         return "\n\n".join(parts) + "\n"
 
     def html(self) -> str:
-        """One self-contained file: style, tables and pictures are inside, and nothing is fetched.
-        """
+        """One self-contained file: style, tables and pictures are inside, and nothing is fetched."""
         return _TEMPLATE.render(page=self)
 
 
@@ -132,7 +131,7 @@ _MACROS = """
 </div>
 <p class="caption">{{ prose(grid.caption) }}</p>
 {% endmacro %}
-"""
+"""  # noqa: E501
 _TEMPLATE = _ENVIRONMENT.from_string(
     _MACROS
     + """<!doctype html>
@@ -178,7 +177,7 @@ pre { background: #f2f2f2; padding: .75rem; overflow-x: auto; font-size: .8125re
 {% endfor %}
 </body>
 </html>
-"""
+"""  # noqa: E501
 )
 _FRAGMENT = _ENVIRONMENT.from_string(
     _MACROS + "{% for grid in grids %}{{ shown(grid) }}{% endfor %}"

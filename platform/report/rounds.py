@@ -123,9 +123,16 @@ def upload(runs: Sequence[Finished], metric: str, target: float | None = None) -
             place = (below_[-1] + 1 if below_ else 0) if values[-1] >= target else None
             reached.append(math.nan if place is None else float(sent[place]))
             records += [
-                {"method": label, "seed": run.result["seed"], "evaluation": i + 1, "bytes_up": b, "metric": metric, "best": v}
+                {
+                    "method": label,
+                    "seed": run.result["seed"],
+                    "evaluation": i + 1,
+                    "bytes_up": b,
+                    "metric": metric,
+                    "best": v,
+                }
                 for i, (b, v) in enumerate(zip(sent, values, strict=True))
-            ]  # fmt: skip
+            ]
             if sent[-1]:
                 every = max(1, len(sent) // 10)
                 axis.plot(
@@ -178,14 +185,21 @@ def upload(runs: Sequence[Finished], metric: str, target: float | None = None) -
         figure,
         [
             *(
-                Line2D([], [], color=c, marker=m if sends[n] else "", ms=5, ls="-" if sends[n] else "--",
-                       label=n if sends[n] else f"{n} (sends nothing)")
+                Line2D(
+                    [],
+                    [],
+                    color=c,
+                    marker=m if sends[n] else "",
+                    ms=5,
+                    ls="-" if sends[n] else "--",
+                    label=n if sends[n] else f"{n} (sends nothing)",
+                )
                 for n, (c, m) in style.items()
             ),
             Line2D([], [], color=GREY, lw=1, ls=":", label=f"target {target:.4f}"),
             Line2D([], [], ls="", marker="*", color=GREY, ms=11, label="target reached"),
         ],
-    )  # fmt: skip
+    )
     return Analysis(
         f"upload-{metric}",
         figure,
@@ -249,17 +263,42 @@ def time(runs: Sequence[Finished]) -> Analysis:
             rounds = len(seconds) / len(members)
             up, down = np.mean(moved[stage], axis=0).tolist()
             rows.append(
-                (label, stage, f"{rounds:.4g}", span(middle), f"{span(low)} to {span(high)}", str(epochs[stage]),
-                 span(middle / epochs[stage]), size(up), size(down),
-                 ABSENT if peak is None else size(peak), span(statistics.fmean(total)))
-            )  # fmt: skip
+                (
+                    label,
+                    stage,
+                    f"{rounds:.4g}",
+                    span(middle),
+                    f"{span(low)} to {span(high)}",
+                    str(epochs[stage]),
+                    span(middle / epochs[stage]),
+                    size(up),
+                    size(down),
+                    ABSENT if peak is None else size(peak),
+                    span(statistics.fmean(total)),
+                )
+            )
             records.append(
-                {"method": label, "stage": stage, "rounds": rounds, "seconds_per_round": middle, "lower_quartile": low,
-                 "upper_quartile": high, "epochs_per_round": epochs[stage], "seconds_per_epoch": middle / epochs[stage],
-                 "seconds_total": statistics.fmean(total), "bytes_up_per_round": up, "bytes_down_per_round": down,
-                 "peak_memory": peak, "threads": _threads(members[0]),
-                 "devices": " ".join(sorted({p["device"] for p in members[0].result.get("placement", {}).values()}))}
-            )  # fmt: skip
+                {
+                    "method": label,
+                    "stage": stage,
+                    "rounds": rounds,
+                    "seconds_per_round": middle,
+                    "lower_quartile": low,
+                    "upper_quartile": high,
+                    "epochs_per_round": epochs[stage],
+                    "seconds_per_epoch": middle / epochs[stage],
+                    "seconds_total": statistics.fmean(total),
+                    "bytes_up_per_round": up,
+                    "bytes_down_per_round": down,
+                    "peak_memory": peak,
+                    "threads": _threads(members[0]),
+                    "devices": " ".join(
+                        sorted(
+                            {p["device"] for p in members[0].result.get("placement", {}).values()}
+                        )
+                    ),
+                }
+            )
             bars.append(
                 (
                     f"{label}\n{stage}" if len(stages) > 1 else label,

@@ -77,10 +77,19 @@ def sensitivity(
             else:
                 axis.axhline(means[0], color=colour, lw=1.4, ls="--")
             records += [
-                {"method": label, "domain": domain, "setting": key, "value": at, "split": split, "metric": metric, "mean": mean,
-                 "std": sd, "seeds": len(points[at][domain])}
+                {
+                    "method": label,
+                    "domain": domain,
+                    "setting": key,
+                    "value": at,
+                    "split": split,
+                    "metric": metric,
+                    "mean": mean,
+                    "std": sd,
+                    "seeds": len(points[at][domain]),
+                }
                 for at, mean, sd in zip(ordered, means, spreads, strict=True)
-            ]  # fmt: skip
+            ]
         scale.dress(axis)
         no_closer(axis)
         axis.set_title(domain, fontsize=12)
@@ -164,17 +173,27 @@ def _sensitivity_grid(title: str, key: str, records: list[dict[str, Any]], told:
     top = {d: max(row[d]["mean"] for row in table.values()) for d in domains}
     return Grid(
         title=title,
-        columns=(Column("method", right=False), Column(key), Column("seeds"), *(Column(domain) for domain in domains)),
+        columns=(
+            Column("method", right=False),
+            Column(key),
+            Column("seeds"),
+            *(Column(domain) for domain in domains),
+        ),
         rows=tuple(
             (
-                label, ABSENT if at is None else str(at), str(row[domains[0]]["seeds"]),
-                *(Cell(spread(row[d]["mean"], row[d]["std"]), row[d]["mean"] == top[d]) for d in domains),
+                label,
+                ABSENT if at is None else str(at),
+                str(row[domains[0]]["seeds"]),
+                *(
+                    Cell(spread(row[d]["mean"], row[d]["std"]), row[d]["mean"] == top[d])
+                    for d in domains
+                ),
             )
             for (label, at), row in table.items()
         ),
         caption=f"Mean ± standard deviation over seeds. {told}.",
         records=tuple(records),
-    )  # fmt: skip
+    )
 
 
 def _line_handles(style: Mapping[str, tuple[str, str]], lines: Mapping[str, bool]) -> list[Line2D]:
@@ -221,11 +240,18 @@ def utility(
             spent = [e for run in members if (e := _epsilon(run, domain, key)) is not None]
             found = [value(run, domain, split, metric) for run in members]
             records.append(
-                {"method": members[0].result["method"], "row": label, "domain": domain,
-                 key: statistics.fmean(spent) if spent else None, "split": split, "metric": metric,
-                 "mean": statistics.fmean(found), "std": statistics.stdev(found) if len(found) > 1 else None,
-                 "seeds": len(found)}
-            )  # fmt: skip
+                {
+                    "method": members[0].result["method"],
+                    "row": label,
+                    "domain": domain,
+                    key: statistics.fmean(spent) if spent else None,
+                    "split": split,
+                    "metric": metric,
+                    "mean": statistics.fmean(found),
+                    "std": statistics.stdev(found) if len(found) > 1 else None,
+                    "seeds": len(found),
+                }
+            )
     noisy = [record for record in records if record[key] is not None]
     if not noisy:
         raise CrossfedError(
@@ -249,9 +275,15 @@ def utility(
             )
             if points:
                 axis.errorbar(
-                    [r[key] for r in points], [r["mean"] for r in points], [r["std"] or 0.0 for r in points],
-                    color=colour, marker=marker, ms=6, capsize=3, lw=1.4,
-                )  # fmt: skip
+                    [r[key] for r in points],
+                    [r["mean"] for r in points],
+                    [r["std"] or 0.0 for r in points],
+                    color=colour,
+                    marker=marker,
+                    ms=6,
+                    capsize=3,
+                    lw=1.4,
+                )
         reached = [float(record[key]) for record in noisy if record["domain"] == domain]
         if max(reached) >= 20 * min(reached):
             axis.set_xscale("log")

@@ -38,8 +38,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column's heading, the heading above that it shares with its neighbours, and its alignment.
-    """
+    """A column's heading, the heading above that it shares with its neighbours, and its alignment."""
 
     name: str
     group: str = ""
@@ -161,7 +160,7 @@ class Grid:
         wide = sum(column.right for column in self.columns) > _WIDE
         lines += [r"\resizebox{\textwidth}{!}{%"] if wide else []
         lines += [
-            rf"\begin{{tabular}}{{{''.join('r' if column.right else 'l' for column in self.columns)}}}",
+            rf"\begin{{tabular}}{{{''.join('r' if column.right else 'l' for column in self.columns)}}}",  # noqa: E501
             r"\toprule",
         ]
         if groups := self.groups():

@@ -240,15 +240,21 @@ def table(block: Mapping[str, Any]) -> Grid:
             test = row["test"]
             rows.append(
                 (
-                    domain, arm, RECEIVED[arm], str(len(row["values"])),
+                    domain,
+                    arm,
+                    RECEIVED[arm],
+                    str(len(row["values"])),
                     Cell(spread(row["mean"], row["deviation"]), row["mean"] == best),
-                    ABSENT if row["gain"] is None else f"{row['gain']:+.4f}" + _percent(row["relative"]),
+                    ABSENT
+                    if row["gain"] is None
+                    else f"{row['gain']:+.4f}" + _percent(row["relative"]),
                     _survives(arm, row, arms),
-                    ABSENT if test is None else f"{test['difference']:+.4f} "
-                                                f"[{test['low']:+.4f}, {test['high']:+.4f}]",
+                    ABSENT
+                    if test is None
+                    else f"{test['difference']:+.4f} [{test['low']:+.4f}, {test['high']:+.4f}]",
                     ABSENT if test is None else p_value(test["p_holm"]),
                 )
-            )  # fmt: skip
+            )
             flat = {
                 key: row[key]
                 for key in (

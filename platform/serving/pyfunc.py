@@ -197,8 +197,8 @@ def _count(k: Any, where: str) -> int:
     if not (isinstance(k, Integral) or float(k).is_integer()):
         raise CrossfedError(f"{where}k is {k}; it must be a whole number")
     if k < 1:
-        raise CrossfedError(f"{where}k is {int(k)}; it must be 1 or more")
-    return int(k)
+        raise CrossfedError(f"{where}k is {int(float(k))}; it must be 1 or more")
+    return int(float(k))
 
 
 def _items(exclude: Any, where: str) -> list[str]:

@@ -9,7 +9,7 @@ domains. Interactions never leave their domain, so the model does not know what 
 seen: items are left out only when the caller names them in `exclude`. User ids do not leave either:
 the model holds a keyed 64-bit digest of each, enough to recognise an id that is asked for. That is
 a pseudonym, not secrecy: whoever holds the model can test a guess.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

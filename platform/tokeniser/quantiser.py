@@ -13,7 +13,7 @@ Not stated in the paper, and chosen here: the networks (one hidden layer, added 
 start at the principal axes needs tens of epochs where a random start needs thousands), the
 regularisers behind L_entropy and L_collision, and that the codewords learn by van den Oord's
 codebook loss, which is added to Eq. (4).
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -173,8 +173,7 @@ def tokeniser_loss(
 
 
 def principal_axes(x: Tensor, dim: int) -> Tensor:
-    """The `dim` orthonormal directions of largest variance of centred rows, [n, d_x] -> [d_x, dim].
-    """
+    """The `dim` orthonormal directions of largest variance of centred rows, [n, d_x] -> [d_x, dim]."""
     x = x.double()
     axes: Tensor = torch.linalg.eigh(x.T @ x).eigenvectors.flip(1)[:, :dim]
     return axes
@@ -413,8 +412,7 @@ class Training:
         self.done = 0
 
     def epoch(self) -> dict[str, float]:
-        """One pass over all vectors; returns the mean of every loss term over this process's part.
-        """
+        """One pass over all vectors; returns the mean of every loss term over this process's part."""
         _, rng = generators(self.seed, "tokeniser", self.done + 1)
         for group in self.optimiser.param_groups:
             group["lr"] = self.lr * 0.5 * (1 + math.cos(math.pi * self.done / self.epochs))

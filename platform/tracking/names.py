@@ -13,7 +13,7 @@ same by domain follows, and losses come last:
 `all/best_M` is the validation mean of the state that is selected: in a round, of the one that would
 be selected if the stage ended there, so it starts anew with every stage (`all/stage` counts them).
 All else is in `history.jsonl` and `result.json`.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ class Tracker:
     def url(self) -> str | None:
         if not self._uri.startswith("http") or self._problem or self._state.run_id is None:
             return None
-        return f"{redact(self._uri)}/#/experiments/{self._state.experiment_id}/runs/{self._state.run_id}"
+        return f"{redact(self._uri)}/#/experiments/{self._state.experiment_id}/runs/{self._state.run_id}"  # noqa: E501
 
     @property
     def status(self) -> str:
@@ -289,8 +289,7 @@ class Tracker:
             self._submit({"op": "tags", "tags": {"mlflow.note.content": text[:TAG_LIMIT]}})
 
     def figure(self, figure: Figure, name: str) -> None:
-        """Save a figure as `<run>/figures/<name>.png` and record it; saved with tracking off, too.
-        """
+        """Save a figure as `<run>/figures/<name>.png` and record it; saved with tracking off, too."""
         path = self._dir / "figures" / f"{name}.png"
         try:
             path.parent.mkdir(exist_ok=True)

@@ -72,10 +72,25 @@ def links(store: str, address: str) -> dict[str, str]:
 def serve(store: str, artifacts: Path, port: int) -> None:
     """Become the MLflow server, on the loopback interface; it prints warnings only."""
     server = [
-        sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-        "--uvicorn-opts", "--log-level warning",
-        "--backend-store-uri", store, "--registry-store-uri", store, "--default-artifact-root", artifacts.as_uri(),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+        "--uvicorn-opts",
+        "--log-level warning",
+        "--backend-store-uri",
+        store,
+        "--registry-store-uri",
+        store,
+        "--default-artifact-root",
+        artifacts.as_uri(),
+    ]
     os.environ |= {
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",

@@ -18,7 +18,7 @@ keys and values once. The peers are `transformers`' `generate` with a Python tri
 All return the same items in the same order, which is checked before anything is timed. Times are
 medians of interleaved repeats, the encoder included; machines that others use slow all sides alike,
 so only the ratios mean anything.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -133,9 +133,15 @@ class Peer(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def __init__(self, model: Generator, beams: int, kind: str) -> None:
         config = PretrainedConfig(
-            is_encoder_decoder=True, vocab_size=START + 1, decoder_start_token_id=START, pad_token_id=START,
-            bos_token_id=START, eos_token_id=None, num_hidden_layers=1, use_cache=False,
-        )  # fmt: skip
+            is_encoder_decoder=True,
+            vocab_size=START + 1,
+            decoder_start_token_id=START,
+            pad_token_id=START,
+            bos_token_id=START,
+            eos_token_id=None,
+            num_hidden_layers=1,
+            use_cache=False,
+        )
         super().__init__(config)
         self.model, self.beams, self.kind = model, beams, kind
         self.generation_config = GenerationConfig.from_model_config(config)
@@ -186,10 +192,19 @@ class Peer(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             last_hidden_state=memory if self.kind == "peer" else self.model.project(memory)
         )
         found = self.generate(
-            encoder_outputs=encoded, attention_mask=real.long(), num_beams=self.beams, do_sample=False,
-            num_return_sequences=self.beams, max_new_tokens=LEVELS, min_new_tokens=LEVELS, length_penalty=0.0,
-            prefix_allowed_tokens_fn=allowed, return_dict_in_generate=True, output_scores=True, use_cache=False,
-        )  # fmt: skip
+            encoder_outputs=encoded,
+            attention_mask=real.long(),
+            num_beams=self.beams,
+            do_sample=False,
+            num_return_sequences=self.beams,
+            max_new_tokens=LEVELS,
+            min_new_tokens=LEVELS,
+            length_penalty=0.0,
+            prefix_allowed_tokens_fn=allowed,
+            return_dict_in_generate=True,
+            output_scores=True,
+            use_cache=False,
+        )
         codes = found.sequences[:, 1:] % CODES
         return codes.view(len(histories), self.beams, LEVELS), found.sequences_scores.view(
             len(histories), self.beams
@@ -197,8 +212,7 @@ class Peer(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
 
 def python_trie(sids: np.ndarray) -> Callable[[int, Tensor], list[int]]:
-    """The usual `prefix_allowed_tokens_fn`: a dictionary from prefix to the tokens that may follow.
-    """
+    """The usual `prefix_allowed_tokens_fn`: a dictionary from prefix to the tokens that may follow."""
     following: dict[tuple[int, ...], set[int]] = defaultdict(set)
     for path in (sids + CODES * np.arange(LEVELS)).tolist():
         for level, token in enumerate(path):

@@ -39,8 +39,7 @@ LARGE = synthetic.PRESETS["large"]
 
 
 def prepared(scale: float) -> Path:
-    """The synthetic shops of that share of users and items, generated once and kept in the cache.
-    """
+    """The synthetic shops of that share of users and items, generated once and kept in the cache."""
     sizes = {
         key: tuple(max(200, round(scale * n)) for n in LARGE[key]) for key in ("users", "items")
     }
@@ -77,11 +76,17 @@ def epoch(data: Path, domain: str, sets: list[str]) -> dict[str, float]:
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     peak, gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 2**20  # ru_maxrss is in KiB
     return {
-        "users": node.data.n_users, "items": node.data.n_items, "interactions": len(node.data.users),
-        "cpu_s": cpu, "wall_s": wall, "peak_gib": peak / gib, "grown_gib": (peak - bare) / gib,
+        "users": node.data.n_users,
+        "items": node.data.n_items,
+        "interactions": len(node.data.users),
+        "cpu_s": cpu,
+        "wall_s": wall,
+        "peak_gib": peak / gib,
+        "grown_gib": (peak - bare) / gib,
         "bytes_sent": sum(row.bytes for row in rows),
-        "loss_bpr": metrics["loss_bpr"], "loss_scl": metrics["loss_scl"],
-    }  # fmt: skip
+        "loss_bpr": metrics["loss_bpr"],
+        "loss_scl": metrics["loss_scl"],
+    }
 
 
 def slope(rows: list[dict[str, float]], key: str) -> float:

@@ -29,9 +29,18 @@ from crossfed.tuning.space import space
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = method_names()
 GENERATOR = (
-    "levels=2", "codebook=4", "dim=8", "heads=2", "encoder_layers=1", "decoder_layers=1", "inner=8", "decoder_inner=8",
-    "batch_size=128", "tokeniser.kind=residual-kmeans", "tokeniser.dim=8",
-)  # fmt: skip
+    "levels=2",
+    "codebook=4",
+    "dim=8",
+    "heads=2",
+    "encoder_layers=1",
+    "decoder_layers=1",
+    "inner=8",
+    "decoder_inner=8",
+    "batch_size=128",
+    "tokeniser.kind=residual-kmeans",
+    "tokeniser.dim=8",
+)
 SMALL: dict[str, tuple[str, ...]] = {
     "cl4srec": ("dim=8", "inner=8", "epochs=3", "batch_size=16"),
     "duorec": ("dim=8", "inner=8", "epochs=3", "batch_size=16"),

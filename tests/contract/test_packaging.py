@@ -64,9 +64,19 @@ def test_the_standard_librarys_platform_wins_at_the_root() -> None:
 
 def test_the_wheel_holds_every_module_and_data_file(tmp_path: Path) -> None:
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "build",
+            "--wheel",
+            "--no-isolation",
+            "--outdir",
+            str(tmp_path),
+            str(ROOT),
+        ],
+        check=True,
+        capture_output=True,
+    )
     (wheel,) = tmp_path.glob("*.whl")
     inside = set(zipfile.ZipFile(wheel).namelist())
     expected = {
@@ -90,9 +100,13 @@ def test_the_wheel_holds_every_module_and_data_file(tmp_path: Path) -> None:
     )
     for folder in (tmp_path, ROOT):
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=folder, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            [sys.executable, "-c", code],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert all(file.startswith(str(tmp_path / "site")) for file in done.stdout.split())
 
 

@@ -116,12 +116,17 @@ def _sources() -> dict[str, tuple[bytes, dict[str, Any]]]:
         for n in range(40)
     )
     return {
-        "reviews": (reviews, {}), "reviews.gz": (gzip.compress(reviews), {}), "newer.csv": (newer, {}),
-        "ratings.csv": (ratings, {}), "retail.csv": (retail, {}), "atomic.inter": (recbole, {}),
+        "reviews": (reviews, {}),
+        "reviews.gz": (gzip.compress(reviews), {}),
+        "newer.csv": (newer, {}),
+        "ratings.csv": (ratings, {}),
+        "retail.csv": (retail, {}),
+        "atomic.inter": (recbole, {}),
         "table.csv": (table, {"columns": columns}),
-        "table.jsonl": (lines, {"columns": columns}), "table.parquet": (_parquet(), {"columns": columns}),
+        "table.jsonl": (lines, {"columns": columns}),
+        "table.parquet": (_parquet(), {"columns": columns}),
         "table.xlsx": (_xlsx(), {"columns": columns}),
-    }  # fmt: skip
+    }
 
 
 def _parquet() -> bytes:
@@ -366,10 +371,13 @@ def artifacts(seeds: Path) -> Attack:
 def payloads(seeds: Path) -> Attack:
     """Messages: what a node sends, receives, and says that it has sent."""
     fields = (
-        Field("x", Direction.UP, ("dim",), "x"), Field("rows", Direction.UP, ("n_users", 2), "rows"),
-        Field("part/*", Direction.UP, None, "parameters"), Field("labels", Direction.DOWN, ("n_items",), "l", "int64", "K"),
-        Field("x", Direction.PEER, (3,), "x"), Field("z", Direction.UP, (2,), "z", "complex64"),
-    )  # fmt: skip
+        Field("x", Direction.UP, ("dim",), "x"),
+        Field("rows", Direction.UP, ("n_users", 2), "rows"),
+        Field("part/*", Direction.UP, None, "parameters"),
+        Field("labels", Direction.DOWN, ("n_items",), "l", "int64", "K"),
+        Field("x", Direction.PEER, (3,), "x"),
+        Field("z", Direction.UP, (2,), "z", "complex64"),
+    )
     method = toys._method("fuzzed", lambda c: (), fields)
     nodes = {SERVER: 0, "books": 30, "films": 25}
     edges = [
@@ -519,8 +527,14 @@ def payloads(seeds: Path) -> Attack:
 
 
 TARGETS: dict[str, tuple[Callable[[Path], Attack], int]] = {
-    "configurations": (configurations, 3), "specs": (specs, 1), "sources": (sources, 4), "preparations": (preparations, 1),
-    "prepared": (prepared, 2), "checkpoints": (checkpoints, 3), "records": (records, 1), "artifacts": (artifacts, 1),
+    "configurations": (configurations, 3),
+    "specs": (specs, 1),
+    "sources": (sources, 4),
+    "preparations": (preparations, 1),
+    "prepared": (prepared, 2),
+    "checkpoints": (checkpoints, 3),
+    "records": (records, 1),
+    "artifacts": (artifacts, 1),
     "payloads": (payloads, 4),
-}  # fmt: skip
+}
 """What is attacked, and its share of the inputs."""

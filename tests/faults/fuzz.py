@@ -6,7 +6,7 @@ is usable. Nothing hangs.
 
 Inputs are good ones, mutated: bits, bytes, lengths, tokens that parsers trip over, values of other
 types and sizes. Every input comes from (seed, target, number) alone.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 

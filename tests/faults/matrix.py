@@ -10,7 +10,7 @@ A fault is: the actor of one domain killed, the server's killed, the machine of 
 the driver killed and its run resumed. A moment is the first, the middle or the last round of a
 stage; the fault strikes when that round has been run and evaluated, and is not committed yet. Four
 Ray machines on this computer (`ray.cluster_utils`) stand for a cluster.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -48,9 +48,13 @@ from crossfed.platform.report.recording import run_recorded  # noqa: E402
 DOMAINS = ("books", "films", "games")
 FEDERATED = tuple(name for name in METHODS if find_method(name).scope == Scope.FEDERATED)
 SETTINGS = (
-    "resources.cpus_per_domain=1", "resources.cpus_server=1", "resources.placement=SPREAD", "resources.round_timeout=120",
-    "resources.start_timeout=600", "tracking.artifacts=false",
-)  # fmt: skip
+    "resources.cpus_per_domain=1",
+    "resources.cpus_server=1",
+    "resources.placement=SPREAD",
+    "resources.round_timeout=120",
+    "resources.start_timeout=600",
+    "tracking.artifacts=false",
+)
 LONG = {"rounds": 3, "epochs": 3, "cf_epochs": 3}
 """Lengths of stages, where a method has them, at which every stage has a first, a middle and a last
 round.

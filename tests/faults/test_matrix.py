@@ -23,8 +23,13 @@ def row(stage: str, step: int) -> dict[str, object]:
 def test_moments_are_the_first_middle_and_last_round_of_every_stage() -> None:
     rows = [*(row("a", step) for step in range(1, 6)), row("b", 6), row("c", 7), row("c", 8)]
     assert list(moments(rows)) == [
-        ("a", "first", 1), ("a", "middle", 3), ("a", "last", 5), ("b", "first", 6), ("c", "first", 7), ("c", "last", 8),
-    ]  # fmt: skip
+        ("a", "first", 1),
+        ("a", "middle", 3),
+        ("a", "last", 5),
+        ("b", "first", 6),
+        ("c", "first", 7),
+        ("c", "last", 8),
+    ]
 
 
 def test_the_matrix_holds_every_fault_at_every_moment() -> None:

@@ -127,9 +127,15 @@ def run(
     """A federation of `ROUNDS` rounds, in process; after a round, what `at` names is done."""
     config = build(
         "fedcrf",
-        sets=[*SMALL["fedcrf"], f"rounds={ROUNDS // 2}", f"epochs={ROUNDS // 2}", "patience=50", "text.encoder=hashing:32"],
+        sets=[
+            *SMALL["fedcrf"],
+            f"rounds={ROUNDS // 2}",
+            f"epochs={ROUNDS // 2}",
+            "patience=50",
+            "text.encoder=hashing:32",
+        ],
         values={"data": shops, "out": out, "backend": "inprocess", "tracking.uri": server.uri},
-    )  # fmt: skip
+    )
     waited: list[float] = []
 
     def on_round(row: Round) -> None:
@@ -236,8 +242,7 @@ def test_a_server_away_for_the_middle_third(
 def test_a_server_that_hangs_for_the_middle_third(
     server: Server, calm: Done, shops: Path, tmp_path: Path
 ) -> None:
-    """Stopped as a process: it holds the connection, and answers what it was sent once it goes on.
-    """
+    """Stopped as a process: it holds the connection, and answers what it was sent once it goes on."""
     at = {
         ROUNDS // 3: lambda: server.signal(signal.SIGSTOP),
         2 * ROUNDS // 3: lambda: server.signal(signal.SIGCONT),

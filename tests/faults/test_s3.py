@@ -27,7 +27,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.start()
     host, port = server.get_host_and_port()
     for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "AKIATEST", "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "AKIATEST", "AWS_SECRET_ACCESS_KEY": SECRET,  # noqa: E501
         "AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
@@ -60,9 +60,20 @@ def test_a_run_killed_here_goes_on_there(bucket: str, shops: Path, tmp_path: Pat
     here.mkdir()
     there.mkdir()
     victim = subprocess.Popen(
-        [sys.executable, "-m", "crossfed.platform.cli.main", "run", *map(str, args), "--out", bucket],
-        cwd=here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "crossfed.platform.cli.main",
+            "run",
+            *map(str, args),
+            "--out",
+            bucket,
+        ],
+        cwd=here,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     until = time.monotonic() + 180
     while time.monotonic() < until and not list(here.glob("runs/*/checkpoints/commit-000003")):
         time.sleep(0.02)

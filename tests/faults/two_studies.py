@@ -6,7 +6,7 @@ taken away under both.
 
 The trials are held in their third round (`toy_faults.HELD`) until all four have got there and the
 machine is gone.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -64,14 +64,39 @@ class Rack(Machines):
 def command(name: str, data: Path, out: Path, address: str, marker: Path) -> list[str]:
     """One study's command line."""
     sets = (
-        f"rounds={ROUNDS}", f"marker={marker}", "resources.cpus_per_domain=1", "resources.cpus_server=1",
-        "resources.placement=SPREAD", "resources.start_timeout=600",
-    )  # fmt: skip
+        f"rounds={ROUNDS}",
+        f"marker={marker}",
+        "resources.cpus_per_domain=1",
+        "resources.cpus_server=1",
+        "resources.placement=SPREAD",
+        "resources.start_timeout=600",
+    )
     words = [
-        "tune", "toy_faults:HELD", "--data", str(data), "--domains", ",".join(DOMAINS[:2]), "--out", str(out), "--study", name,
-        "--trials", str(TRIALS), "--concurrent", "2", "--pruner", "none", "--seeds", "1", "--backend", "ray",
-        "--search", "step={low: 0.1, high: 1.0}", "--address", address,
-    ]  # fmt: skip
+        "tune",
+        "toy_faults:HELD",
+        "--data",
+        str(data),
+        "--domains",
+        ",".join(DOMAINS[:2]),
+        "--out",
+        str(out),
+        "--study",
+        name,
+        "--trials",
+        str(TRIALS),
+        "--concurrent",
+        "2",
+        "--pruner",
+        "none",
+        "--seeds",
+        "1",
+        "--backend",
+        "ray",
+        "--search",
+        "step={low: 0.1, high: 1.0}",
+        "--address",
+        address,
+    ]
     return [
         sys.executable,
         "-m",

@@ -53,13 +53,39 @@ from crossfed.platform.method import Context, Direction, Interactions, Out, Phas
 NAMES = ("books", "films", "games")
 SIZES = {"books": (24, 14), "films": (30, 12), "games": (18, 15)}
 SMALL = {
-    "levels": 2, "codebook": 4, "dim": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "inner": 8,
-    "decoder_inner": 8, "length": 6, "batch_size": 32, "dropout": 0.0, "adapter_dropout": 0.0, "cf_dim": 8, "cf_epochs": 1,
-    "cf_dropout": 0.0, "dense_inner": 8, "local_epochs": 1, "rounds": 4, "warmup": 0, "lr": 0.01,
-}  # fmt: skip
+    "levels": 2,
+    "codebook": 4,
+    "dim": 8,
+    "heads": 2,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "inner": 8,
+    "decoder_inner": 8,
+    "length": 6,
+    "batch_size": 32,
+    "dropout": 0.0,
+    "adapter_dropout": 0.0,
+    "cf_dim": 8,
+    "cf_epochs": 1,
+    "cf_dropout": 0.0,
+    "dense_inner": 8,
+    "local_epochs": 1,
+    "rounds": 4,
+    "warmup": 0,
+    "lr": 0.01,
+}
 ABLATIONS = [
-    "cf", "confidence", "gate", "dense", "dense-confidence", "fedavg", "prototype", "split", "private", "cf-fedavg"
-]  # fmt: skip
+    "cf",
+    "confidence",
+    "gate",
+    "dense",
+    "dense-confidence",
+    "fedavg",
+    "prototype",
+    "split",
+    "private",
+    "cf-fedavg",
+]
 
 
 def shop(n_users: int, n_items: int) -> Interactions:
@@ -86,8 +112,7 @@ def context(
 
 
 class Federation:
-    """Domains and a server after the local stage and the opening phases; `round()` runs one round.
-    """
+    """Domains and a server after the local stage and the opening phases; `round()` runs one round."""
 
     def __init__(self, names=NAMES, **sets: object) -> None:
         self.names = names
@@ -447,8 +472,7 @@ def test_one_domain_gets_itself():
 
 
 def test_eq_19_every_domain_gets_its_own_average():
-    """Eq. (19): W̄_i = Σ_j ω_ij W_j, tensor by tensor, with the weights of Eq. (20); they are told.
-    """
+    """Eq. (19): W̄_i = Σ_j ω_ij W_j, tensor by tensor, with the weights of Eq. (20); they are told."""
     inbox = uploads()
     out = answer(inbox, 0.1)
     p, n = (
@@ -531,8 +555,7 @@ def test_infinity_survives_yaml_json_and_the_command_line():
 
 
 def test_eq_24_by_hand():
-    """Eq. (24): 2 + 0.1 · 3 + 0.01 · 5 + 7 = 9.35; terms that an ablation leaves out count nothing.
-    """
+    """Eq. (24): 2 + 0.1 · 3 + 0.01 · 5 + 7 = 9.35; terms that an ablation leaves out count nothing."""
     terms = {"loss_sid": 2.0, "loss_dense": 3.0, "loss_balance": 5.0, "penalty": 7.0}
     tensors = {name: torch.tensor(value) for name, value in terms.items()}
     assert float(objective(tensors, 0.1, 0.01)) == pytest.approx(9.35)
@@ -540,8 +563,7 @@ def test_eq_24_by_hand():
 
 
 def test_the_proximal_term_holds_shared_parameters_back_and_not_the_local_ones():
-    """μ of Eq. (24): with a large one the uploads hardly move, the private expert and the head do.
-    """
+    """μ of Eq. (24): with a large one the uploads hardly move, the private expert and the head do."""
 
     def moved(mu: float) -> tuple[float, float]:
         run = Federation(("books",), mu=mu, local_epochs=3, clip=1e9)
@@ -587,9 +609,16 @@ def test_training_lowers_the_loss_and_reports_what_it_should():
     told = [{s: m for s, r, _, m in run.round(number) if r == "server"} for number in range(1, 7)]
     assert told[-1]["books"]["loss_sid"] < told[0]["books"]["loss_sid"]
     assert set(told[0]["books"]) == {
-        "loss_sid", "loss_dense", "loss_balance", "penalty", "confidence", "gate", "expert_use_shared_1",
-        "expert_use_shared_2", "expert_use_private",
-    }  # fmt: skip
+        "loss_sid",
+        "loss_dense",
+        "loss_balance",
+        "penalty",
+        "confidence",
+        "gate",
+        "expert_use_shared_1",
+        "expert_use_shared_2",
+        "expert_use_private",
+    }
     use = [value for name, value in told[0]["books"].items() if name.startswith("expert_use")]
     assert sum(use) == pytest.approx(1)
     state = run.domain("books")

@@ -78,7 +78,7 @@ def train(
     return [step(state, inbox, context(data, r, seed)).metrics for r in rounds]
 
 
-def dense_graph(n_users: int, n_items: int, users: torch.Tensor, items: torch.Tensor, weights: torch.Tensor,
+def dense_graph(n_users: int, n_items: int, users: torch.Tensor, items: torch.Tensor, weights: torch.Tensor,  # noqa: E501
                 floor: float = 0.0) -> torch.Tensor:  # fmt: skip
     """D^-½AD^-½ as a dense matrix."""
     n = n_users + n_items
@@ -134,8 +134,7 @@ def test_eq_3_and_eq_4_by_hand():
 
 
 def test_eq_6_by_hand():
-    """Eq. (6), a sum: differences 2·(3 − 1) = 4 and −1·(0 − 2) = 2, so ln(1 + e⁻⁴) + ln(1 + e⁻²).
-    """
+    """Eq. (6), a sum: differences 2·(3 − 1) = 4 and −1·(0 − 2) = 2, so ln(1 + e⁻⁴) + ln(1 + e⁻²)."""
     user, positive, negative = (
         torch.tensor([[2.0], [-1.0]]),
         torch.tensor([[3.0], [0.0]]),
@@ -451,8 +450,8 @@ def test_eq_18_by_hand():
     assert p2p_iagr.joint_loss(one, two, eight, 0.5, 0.25).item() == 4
 
 
-def slow_loss(state: Domain, batch: tuple[torch.Tensor, ...], pairs: Any, s: Mapping[str, torch.Tensor],
-              ego: torch.Tensor, own: Mapping[str, torch.Tensor], noise: torch.Tensor) -> torch.Tensor:  # fmt: skip
+def slow_loss(state: Domain, batch: tuple[torch.Tensor, ...], pairs: Any, s: Mapping[str, torch.Tensor],  # noqa: E501
+              ego: torch.Tensor, own: Mapping[str, torch.Tensor], noise: torch.Tensor) -> torch.Tensor:  # fmt: skip  # noqa: E501
     """The whole of equations 1 to 18 on dense matrices, for the given candidate pairs (global
     numbers) and noise.
     """
@@ -873,9 +872,15 @@ def test_bytes_of_a_round_do_not_depend_on_the_data(tmp_path: Path, count: int):
     """
     for size in (60, 240):
         values = {
-            "data": None, "out": tmp_path, "backend": "inprocess", "tracking.enabled": False, "tracking.artifacts": False,
-            "synthetic.users": size, "synthetic.items": size, "synthetic.domains": count,
-        }  # fmt: skip
+            "data": None,
+            "out": tmp_path,
+            "backend": "inprocess",
+            "tracking.enabled": False,
+            "tracking.artifacts": False,
+            "synthetic.users": size,
+            "synthetic.items": size,
+            "synthetic.domains": count,
+        }
         done = run_recorded(
             build("p2p_iagr", sets=["K=5", "dim=6", "rounds=2", "top_k=3"], values=values)
         )

@@ -1,5 +1,4 @@
-"""Clipping bounds, and the noise against the distribution it claims to have, by statistical tests.
-"""
+"""Clipping bounds, and the noise against the distribution it claims to have, by statistical tests."""
 
 import math
 
@@ -62,8 +61,7 @@ def test_the_noise_is_laplace_of_scale_2c_over_epsilon(bound, epsilon):
 
 
 def test_the_likelihood_ratio_of_neighbours_is_bounded_by_epsilon():
-    """For any two clipped vectors and any output, |log p(o | x) − log p(o | y)| ≤ ε: the definition, on densities.
-    """
+    """For any two clipped vectors and any output, |log p(o | x) − log p(o | y)| ≤ ε: the definition, on densities."""  # noqa: E501
     bound, epsilon = 1.0, 2.0
     rng = np.random.default_rng(0)
     x, y = clip_l1(rng.normal(size=(2, 500, 16)).reshape(-1, 16), bound).reshape(2, 500, 16)

@@ -17,9 +17,20 @@ from crossfed.methods.tiger import METHOD, Config, score, train
 from crossfed.platform.method import Context, Interactions, Scope, generators
 
 SMALL = {
-    "levels": 2, "codebook": 4, "dim": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "inner": 8,
-    "decoder_inner": 8, "length": 6, "batch_size": 8, "dropout": 0.0, "epochs": 10, "warmup": 2,
-}  # fmt: skip
+    "levels": 2,
+    "codebook": 4,
+    "dim": 8,
+    "heads": 2,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "inner": 8,
+    "decoder_inner": 8,
+    "length": 6,
+    "batch_size": 8,
+    "dropout": 0.0,
+    "epochs": 10,
+    "warmup": 2,
+}
 SIDS = np.stack([np.arange(15) // 4, np.arange(15) % 4], axis=1)
 
 

@@ -19,9 +19,22 @@ from crossfed.platform.method import Context, Direction, Interactions, Phase, Sc
 NAMES = ("books", "films")
 SIZES = {"books": (24, 14), "films": (15, 12)}
 SMALL = {
-    "levels": 2, "codebook": 4, "dim": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 1, "inner": 8,
-    "decoder_inner": 8, "length": 6, "batch_size": 32, "dropout": 0.0, "local_epochs": 1, "rounds": 4, "warmup": 0, "lr": 0.01,
-}  # fmt: skip
+    "levels": 2,
+    "codebook": 4,
+    "dim": 8,
+    "heads": 2,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "inner": 8,
+    "decoder_inner": 8,
+    "length": 6,
+    "batch_size": 32,
+    "dropout": 0.0,
+    "local_epochs": 1,
+    "rounds": 4,
+    "warmup": 0,
+    "lr": 0.01,
+}
 
 
 def shop(n_users: int, n_items: int) -> Interactions:

@@ -54,8 +54,21 @@ SWAPPED = {
 """A function or method -> what a mutant calls in its place."""
 
 LEFT_OUT = {
-    "detach", "abs", "clamp", "sqrt", "square", "relu", "normalize", "sorted", "log", "exp", "rsqrt", "round", "copy", "clip",
-}  # fmt: skip
+    "detach",
+    "abs",
+    "clamp",
+    "sqrt",
+    "square",
+    "relu",
+    "normalize",
+    "sorted",
+    "log",
+    "exp",
+    "rsqrt",
+    "round",
+    "copy",
+    "clip",
+}
 """Functions and methods whose mutant gives back their (first) argument."""
 
 SILENT = {"__init__", "note", "say", "warn", "print"}
@@ -136,9 +149,14 @@ def replacements(node: ast.AST) -> Iterator[ast.AST]:
             if name in ("min", "max", "any", "all"):
                 yield _with(node, func=_with(node.func, id=SWAPPED[name]))
         elif name in LEFT_OUT:
-            library = isinstance(node.func, ast.Name) or getattr(getattr(node.func, "value", None), "id", "") in (
-                "F", "np", "torch", "math",
-            )  # fmt: skip
+            library = isinstance(node.func, ast.Name) or getattr(
+                getattr(node.func, "value", None), "id", ""
+            ) in (
+                "F",
+                "np",
+                "torch",
+                "math",
+            )
             if library and node.args:
                 yield node.args[0]
             elif not library and isinstance(node.func, ast.Attribute):
@@ -160,8 +178,7 @@ def _with(node: ast.AST, **fields: object) -> ast.AST:
 
 
 class _Walk(ast.NodeTransformer):
-    """Visits all places of all functions in order; puts one replacement in where `wanted` says so.
-    """
+    """Visits all places of all functions in order; puts one replacement in where `wanted` says so."""
 
     def __init__(self, wanted: int | None) -> None:
         self.wanted, self.names, self.found = wanted, [], []
@@ -225,8 +242,7 @@ def _short(node: ast.AST, changed: ast.AST) -> tuple[str, str]:
 
 
 def mutants(source: str) -> list[Mutant]:
-    """All mutants of a module's source; equal changes in one function are told apart by a number.
-    """
+    """All mutants of a module's source; equal changes in one function are told apart by a number."""
     walk = _Walk(None)
     walk.visit(ast.parse(source))
     seen: Counter[str] = Counter()

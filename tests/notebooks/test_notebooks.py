@@ -15,9 +15,13 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("name", ["read_a_run.py", "write_a_method.py"])
 def test_a_notebook_runs(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(HERE / name)], cwd=tmp_path, capture_output=True, text=True, check=False,
+        [sys.executable, str(HERE / name)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "CROSSFED_CACHE": str(tmp_path / "cache")},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -87,7 +87,7 @@ METHOD = Method(
     load_state_dict=lambda state, saved: setattr(state, "prior", float(saved["prior"])),
     export=export,
 )
-'''
+'''  # noqa: E501
     return (source,)
 
 

@@ -111,16 +111,19 @@ def cut(path: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path], None]] = {
-    "flipped": flip, "truncated": cut, "emptied": lambda path: path.write_bytes(b""), "gone": Path.unlink,
-}  # fmt: skip
+    "flipped": flip,
+    "truncated": cut,
+    "emptied": lambda path: path.write_bytes(b""),
+    "gone": Path.unlink,
+}
 
 
 @pytest.mark.parametrize(
     ("damage", "file"),
     [
-        ("flipped", "books.safetensors"), ("truncated", "server.json"), ("emptied", "films.inbox.json"),
-        ("flipped", "games.best.safetensors"), ("gone", "games.best.json"), ("truncated", "server.safetensors"),
-        ("flipped", "progress.json"), ("emptied", "progress.json"), ("flipped", "manifest.json"), ("gone", "manifest.json"),
+        ("flipped", "books.safetensors"), ("truncated", "server.json"), ("emptied", "films.inbox.json"),  # noqa: E501
+        ("flipped", "games.best.safetensors"), ("gone", "games.best.json"), ("truncated", "server.safetensors"),  # noqa: E501
+        ("flipped", "progress.json"), ("emptied", "progress.json"), ("flipped", "manifest.json"), ("gone", "manifest.json"),  # noqa: E501
     ],
 )  # fmt: skip
 def test_a_damaged_commit_is_passed_over(

@@ -47,9 +47,14 @@ def twins(path: Path, n_users: int = 60, n_items: int = 1000) -> Path:
             ]
             users, items = np.array(pairs).T
             writer.add_domain(
-                name, users, items, np.arange(len(users)), [f"{name}-u{u}" for u in range(n_users)],
-                [f"{name}-i{i}" for i in range(n_items)], [f"{name} item {i}" for i in range(n_items)],
-            )  # fmt: skip
+                name,
+                users,
+                items,
+                np.arange(len(users)),
+                [f"{name}-u{u}" for u in range(n_users)],
+                [f"{name}-i{i}" for i in range(n_items)],
+                [f"{name} item {i}" for i in range(n_items)],
+            )
     return path
 
 
@@ -115,14 +120,23 @@ def _method(
     name: str, stage: Stage, fields: tuple[Field, ...], scope: Scope = Scope.FEDERATED
 ) -> Method:
     return Method(
-        name=name, title=f"Toy {name}", paper="none", Config=Config,
+        name=name,
+        title=f"Toy {name}",
+        paper="none",
+        Config=Config,
         stages=lambda c: (Stage(stage.name, c.rounds, stage.each, edges=stage.edges),),
-        init_domain=Ranker, score=_score, fields=fields, scope=scope,
+        init_domain=Ranker,
+        score=_score,
+        fields=fields,
+        scope=scope,
         state_dict=lambda state: {"scores": state.scores},
         load_state_dict=lambda state, saved: setattr(state, "scores", np.array(saved["scores"])),
-        export=lambda state: {"scores": torch.from_numpy(state.scores), "n_users": torch.tensor(state.n_users)},
+        export=lambda state: {
+            "scores": torch.from_numpy(state.scores),
+            "n_users": torch.tensor(state.n_users),
+        },
         score_exported=lambda exported, users: exported["scores"].expand(len(users), -1),
-    )  # fmt: skip
+    )
 
 
 PEER = frozenset({Direction.PEER})

@@ -109,10 +109,20 @@ def drift(state: Toy, inbox: Mapping, ctx: Context) -> Out:
 
 def _method(name: str, stages: Any, fields: tuple[Field, ...] = (), server: bool = True) -> Method:
     return Method(
-        name=name, title=f"Toy {name}", paper="none", Config=Config, stages=stages, init_domain=Toy, score=score,
-        state_dict=state_dict, load_state_dict=load_state_dict, export=export, score_exported=score_exported,
-        init_server=Toy if server else None, fields=fields,
-    )  # fmt: skip
+        name=name,
+        title=f"Toy {name}",
+        paper="none",
+        Config=Config,
+        stages=stages,
+        init_domain=Toy,
+        score=score,
+        state_dict=state_dict,
+        load_state_dict=load_state_dict,
+        export=export,
+        score_exported=score_exported,
+        init_server=Toy if server else None,
+        fields=fields,
+    )
 
 
 X_UP = Field("x", Direction.UP, ("dim",), "the vector")
@@ -308,8 +318,7 @@ WRITES_INBOX = _method(
 
 
 def _die_once(state: Toy, ctx: Context) -> None:
-    """Die once, in the third round of one domain: the marker file remembers that it has happened.
-    """
+    """Die once, in the third round of one domain: the marker file remembers that it has happened."""
     import os
     from pathlib import Path
 

@@ -66,8 +66,11 @@ def test_a_study_survives_what_its_trials_do(
     found = start(search, base(tmp_path, shops, "toys:FRAGILE", tracking=True), finish=final_test)
     trials = {trial.params["fault"]: trial for trial in found.study.optuna.trials}
     assert {fault: trial.state for fault, trial in trials.items()} == {
-        "none": TrialState.COMPLETE, "nan": TrialState.FAIL, "raise": TrialState.FAIL, "die": TrialState.FAIL,
-    }  # fmt: skip
+        "none": TrialState.COMPLETE,
+        "nan": TrialState.FAIL,
+        "raise": TrialState.FAIL,
+        "die": TrialState.FAIL,
+    }
     assert "NaN" in trials["nan"].user_attrs["reason"]
     assert "_fail raised RuntimeError: the toy breaks" in trials["raise"].user_attrs["reason"]
     assert "died" in trials["die"].user_attrs["reason"]
@@ -94,8 +97,11 @@ def test_a_study_survives_what_its_trials_do(
         if name.startswith("trial")
     }
     assert outcome == {
-        "none": ("FINISHED", "finished"), "nan": ("FAILED", "failed"), "raise": ("FAILED", "failed"), "die": ("FAILED", "failed"),
-    }  # fmt: skip
+        "none": ("FINISHED", "finished"),
+        "nan": ("FAILED", "failed"),
+        "raise": ("FAILED", "failed"),
+        "die": ("FAILED", "failed"),
+    }
     what = {"method", "data", "seed", "protocol", "select"}
     assert all(
         run.data.params.keys() == {"fault"} | what for run in runs.values()
@@ -278,7 +284,7 @@ try:
           config.model_copy(update={"resources": config.resources.model_copy(update={"cpus_server": 2.0})}))
 except CrossfedError as error:
     print("refused:", error, time.monotonic() - began)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
@@ -287,8 +293,12 @@ def test_invented_gpus_run_one_trial_at_a_time(shops: Path, tmp_path: Path) -> N
     script.write_text(INVENTED)
     done = subprocess.run(
         [sys.executable, str(script), str(shops), str(tmp_path)],
-        capture_output=True, text=True, timeout=400, env={**os.environ, "RAY_AUTH_MODE": "disabled"}, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "needs 5 CPUs" in done.stdout and "has 4: 1 short" in done.stdout
     assert float(done.stdout.split()[-1]) < 10
@@ -375,9 +385,26 @@ def test_a_study_that_was_ended_goes_on(shops: Path, tmp_path: Path, how: signal
     from mlflow import MlflowClient
 
     arguments = command(
-        "toys:AVERAGE", "--data", str(shops), "--trials", "5", "--study", "s", "--out", str(tmp_path), "--pruner", "none",
-        "--search", "step={low: 0.1, high: 1.0}", "--set", "rounds=30", "--concurrent", "2", "--backend", "inprocess",
-    )  # fmt: skip
+        "toys:AVERAGE",
+        "--data",
+        str(shops),
+        "--trials",
+        "5",
+        "--study",
+        "s",
+        "--out",
+        str(tmp_path),
+        "--pruner",
+        "none",
+        "--search",
+        "step={low: 0.1, high: 1.0}",
+        "--set",
+        "rounds=30",
+        "--concurrent",
+        "2",
+        "--backend",
+        "inprocess",
+    )
     folder = tmp_path / "s"
     process = started(folder, arguments, finished=1, log=tmp_path / "log")
     process.send_signal(how)

@@ -93,7 +93,7 @@ def test_changes_are_read_from_words_and_a_file(tmp_path: Path) -> None:
         "K": None,
     }
     for entries, words in [
-        (["lr"], "must read"), (["lr="], "must read"), (["=[1]"], "must read"), (["lr=["], r"^--search: '\[' is not a value"),
+        (["lr"], "must read"), (["lr="], "must read"), (["=[1]"], "must read"), (["lr=["], r"^--search: '\[' is not a value"),  # noqa: E501
         (["lr=[1]", "lr=[2]"], "names lr twice"),
     ]:  # fmt: skip
         with pytest.raises(CrossfedError, match=words) as caught:

@@ -618,9 +618,17 @@ def pareto_front(study: optuna.Study) -> Figure | None:
             f"{facts.label(facts.objectives[y])}\n({_BETTER[facts.signs[y]]} is better)"
         )
     ring_handle = Line2D(
-        [], [], ls="-" if count == 2 else "", lw=1.5, color=COLOURS[2], marker="o", ms=10, mfc="none", mew=1.8,
+        [],
+        [],
+        ls="-" if count == 2 else "",
+        lw=1.5,
+        color=COLOURS[2],
+        marker="o",
+        ms=10,
+        mfc="none",
+        mew=1.8,
         label="Pareto front, with trial numbers",
-    )  # fmt: skip
+    )
     _legend(figure, facts, [ring_handle] if front else [])
     return figure
 
@@ -781,8 +789,16 @@ def rounds_run(study: optuna.Study) -> Figure | None:
     )
     for status, colour in _BAR.items():
         own = [trial for trial in trials if trial.status == status]
-        axis.bar([t.number for t in own], [t.rounds for t in own], color=colour, width=0.8, gid=status,
-                 hatch="//" if apart and status == "pruned" else None, edgecolor="white", linewidth=0)  # fmt: skip
+        axis.bar(
+            [t.number for t in own],
+            [t.rounds for t in own],
+            color=colour,
+            width=0.8,
+            gid=status,
+            hatch="//" if apart and status == "pruned" else None,
+            edgecolor="white",
+            linewidth=0,
+        )
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_xlabel("trial")

@@ -184,9 +184,18 @@ class Config(MethodConfig):
 
 def gate(node: str) -> Gate:
     method = Method(
-        "toy", "", "", Config, lambda c: (), lambda c, x: None, lambda s, u: u, lambda s: {}, lambda s, d: None,
-        lambda s: {}, fields=SHARING.fields,
-    )  # fmt: skip
+        "toy",
+        "",
+        "",
+        Config,
+        lambda c: (),
+        lambda c, x: None,
+        lambda s, u: u,
+        lambda s: {},
+        lambda s, d: None,
+        lambda s: {},
+        fields=SHARING.fields,
+    )
     return Gate(method, Config(), node, {"server": 0, "a": 7, "b": 5}, 99)
 
 

@@ -43,8 +43,7 @@ class Tables:
 
 
 def by_loop(model: Tables, sids: np.ndarray, users: int) -> np.ndarray:
-    """Σ_l log p(c_l | user, c_1 … c_{l-1}) of every item, one number after the other, in float64.
-    """
+    """Σ_l log p(c_l | user, c_1 … c_{l-1}) of every item, one number after the other, in float64."""
     scores = np.zeros((users, len(sids)))
     for user in range(users):
         for item, codes in enumerate(sids.tolist()):
@@ -180,10 +179,19 @@ def test_a_hit_on_the_leaf_is_no_hit_on_the_item() -> None:
     trie = Trie.build(np.array([[0], [0], [0], [1]]), np.array([9, 5, 1, 0]), codes=2)
     model = Tables(2, 1, 1)
     model.tables = [torch.tensor([[0.9, 0.1]]).log()]
-    held = {item: rank(
-        lambda users: score_items(model, trie, 1, None), np.array([0]), np.array([0, 0]), np.zeros(0, int),
-        np.array([0, 1]), np.array([item]), 4, (1, 2, 3),
-    ).macro for item in range(3)}  # fmt: skip
+    held = {
+        item: rank(
+            lambda users: score_items(model, trie, 1, None),
+            np.array([0]),
+            np.array([0, 0]),
+            np.zeros(0, int),
+            np.array([0, 1]),
+            np.array([item]),
+            4,
+            (1, 2, 3),
+        ).macro
+        for item in range(3)
+    }
     for item in range(3):
         assert [held[item][f"hit_rate_at_{k}"] for k in (1, 2, 3)] == [
             float(k > item) for k in (1, 2, 3)

@@ -28,9 +28,18 @@ from crossfed.platform.method import Context, Interactions, generators
 
 C, LEVELS, ITEMS, USERS = 4, 3, 15, 20
 SMALL = {
-    "levels": LEVELS, "codebook": C, "dim": 8, "heads": 2, "encoder_layers": 1, "decoder_layers": 2, "inner": 8,
-    "decoder_inner": 8, "length": 5, "dropout": 0.0, "batch_size": 16,
-}  # fmt: skip
+    "levels": LEVELS,
+    "codebook": C,
+    "dim": 8,
+    "heads": 2,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "inner": 8,
+    "decoder_inner": 8,
+    "length": 5,
+    "dropout": 0.0,
+    "batch_size": 16,
+}
 
 
 def shop(items: np.ndarray) -> Interactions:

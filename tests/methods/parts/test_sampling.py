@@ -1,5 +1,4 @@
-"""Negatives are unseen and uniform, positives come once each, and the generator decides everything.
-"""
+"""Negatives are unseen and uniform, positives come once each, and the generator decides everything."""
 
 from collections import Counter
 

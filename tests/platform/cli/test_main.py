@@ -98,9 +98,20 @@ def test_per_user_files_hold_rows_not_ids(call, shops: Path, tmp_path: Path) -> 
     import pandas as pd
 
     code, out, err = call(
-        "run", "lightgcn", *SMALL, "--set", "epochs=2", "--data", shops, "--out", tmp_path, "--backend", "inprocess",
-        "--set", "resources.gpu_memory_fraction=0.5",
-    )  # fmt: skip
+        "run",
+        "lightgcn",
+        *SMALL,
+        "--set",
+        "epochs=2",
+        "--data",
+        shops,
+        "--out",
+        tmp_path,
+        "--backend",
+        "inprocess",
+        "--set",
+        "resources.gpu_memory_fraction=0.5",
+    )
     assert code == 0
     assert "In one process resources.gpu_memory_fraction does nothing." in out + err
     run_dir = Path(out.strip().splitlines()[-1]).parent
@@ -343,9 +354,20 @@ def test_an_unreachable_tracking_server_is_a_warning_and_a_spool(
 ) -> None:
     began = time.monotonic()
     code, out, _ = call(
-        "run", "lightgcn", *SMALL, "--set", "epochs=2", "--data", shops, "--out", tmp_path, "--backend", "inprocess",
-        "--tracking-uri", "http://127.0.0.1:9",
-    )  # fmt: skip
+        "run",
+        "lightgcn",
+        *SMALL,
+        "--set",
+        "epochs=2",
+        "--data",
+        shops,
+        "--out",
+        tmp_path,
+        "--backend",
+        "inprocess",
+        "--tracking-uri",
+        "http://127.0.0.1:9",
+    )
     assert code == 0 and time.monotonic() - began < 60
     run_dir = Path(out.strip().splitlines()[-1]).parent
     assert (run_dir / "tracking-spool.jsonl").stat().st_size > 0

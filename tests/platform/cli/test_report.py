@@ -39,9 +39,16 @@ def out(tmp_path: Path) -> Path:
     for name, method, seed, sets in (*asked, ("cl", "fedcrf", 0, ("ablation=cl",))):
         values = {"books": {"recall_at_20": users(seed, 0.3), "ndcg_at_20": users(seed + 5, 0.2)}}
         rows = [
-            {"stage": "train", "round": 1, "step": 1, "bytes_up": 9, "bytes_down": 9, "seconds": 2.0,
-             "metrics": {"val/books/recall_at_20": 0.3}}
-        ]  # fmt: skip
+            {
+                "stage": "train",
+                "round": 1,
+                "step": 1,
+                "bytes_up": 9,
+                "bytes_down": 9,
+                "seconds": 2.0,
+                "metrics": {"val/books/recall_at_20": 0.3},
+            }
+        ]
         make_run(tmp_path / name, method, seed, values, sets=sets, history=rows)
     return tmp_path
 
@@ -77,9 +84,12 @@ def test_every_analysis_prints_its_table_and_writes_picture_and_numbers(out: Pat
     both = ["l0", "f0", "f1", "--out", out]
     half = read_json(out / "l0/result.json")["domains"]
     make_run(
-        out / "half", "lightgcn", 0, {name: {"recall_at_20": np.full(row["test_users"], 0.1)} for name, row in half.items()},
+        out / "half",
+        "lightgcn",
+        0,
+        {name: {"recall_at_20": np.full(row["test_users"], 0.1)} for name, row in half.items()},
         sets=("evaluation.train_share=0.5",),
-    )  # fmt: skip
+    )
     for name, args, words in (
         ("cohorts", ["cohorts", *both, "--bounds", "20"], "| lightgcn | books |"),
         ("upload", ["upload", *both], "bytes to"),

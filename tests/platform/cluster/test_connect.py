@@ -1,5 +1,4 @@
-"""Placement: shares, the preflight's words, invented GPUs on a real Ray, the device Ray assigned.
-"""
+"""Placement: shares, the preflight's words, invented GPUs on a real Ray, the device Ray assigned."""
 
 from __future__ import annotations
 
@@ -360,7 +359,7 @@ for sets in (["resources.gpus_per_domain=1"], ["resources.gpus_per_domain=0.5"])
         print("ran")
     except CrossfedError as error:
         print(error)
-"""
+"""  # noqa: E501
 
 
 def test_actors_reserve_invented_gpus_and_the_server_none(shops: Path, tmp_path: Path) -> None:
@@ -372,8 +371,12 @@ def test_actors_reserve_invented_gpus_and_the_server_none(shops: Path, tmp_path:
     script.write_text(INVENTED)
     done = subprocess.run(
         [sys.executable, str(script), str(shops), str(tmp_path / "runs")],
-        capture_output=True, text=True, timeout=240, env={**os.environ, "RAY_AUTH_MODE": "disabled"}, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     placement = json.loads(lines[0])

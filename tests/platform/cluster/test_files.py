@@ -96,61 +96,206 @@ def test_the_kubernetes_image_has_the_locked_ray() -> None:
 
 MISTAKES = [
     # template, text that is there, what it becomes, the key that is named, words
-    ("aws", "max_workers: 0\n", "max_worker: 0\n", "available_node_types.head.max_worker",
-     "unknown key; did you mean max_workers"),
-    ("aws", "upscaling_speed: 1.0", "upscaling_speed: fast", "upscaling_speed", "must be a number, not 'fast'"),
-    ("aws", "  type: aws", "  type: awss", "provider.type", "'awss' is none of Ray's; did you "
-                                                            "mean aws"),
-    ("aws", "head_node_type: head", "head_node_type: haed", "head_node_type", "'haed' is none "
-                                                                              ".* did you mean "
-                                                                              "head"),
-    ("aws", "InstanceType: m6i.2xlarge", "instanceType: m6i.2xlarge", "available_node_types.head.node_config.InstanceType",
-     r"missing \(there is instanceType\)"),
-    ("aws", "min_workers: 2", "min_workers: 6", "available_node_types.gpu_worker.min_workers", "6 is above max_workers = 4"),
-    ("aws", "max_workers: 4\nup", "max_workers: 1\nup", "max_workers", "1 is below the 2 that "
-                                                                       "min_workers ask for"),
-    ("aws", "ulimit -n 65536; RAY_AUTH_MODE=token ray start --address", "ulimit -n 65536; ray "
-                                                                        "start --address",
-     "worker_start_ray_commands.1", "lacks RAY_AUTH_MODE=token"),
-    ("aws", "RAY_AUTH_MODE=token ray start --head", "RAY_AUTH_MODE=token RAY_AUTH_TOKEN=1234 "
-                                                    "ray start --head",
-     "head_start_ray_commands.1", "the token itself does not belong"),
-    ("aws", "    --autoscaling-config=~/ray_bootstrap_config.yaml --disable-usage-stats", "    --disable-usage-stats",
-     "head_start_ray_commands.1", "lacks --autoscaling-config"),
-    ("aws", "worker_start_ray_commands:", "workers_start_ray_commands:", "workers_start_ray_commands", "unknown key"),
+    (
+        "aws",
+        "max_workers: 0\n",
+        "max_worker: 0\n",
+        "available_node_types.head.max_worker",
+        "unknown key; did you mean max_workers",
+    ),
+    (
+        "aws",
+        "upscaling_speed: 1.0",
+        "upscaling_speed: fast",
+        "upscaling_speed",
+        "must be a number, not 'fast'",
+    ),
+    (
+        "aws",
+        "  type: aws",
+        "  type: awss",
+        "provider.type",
+        "'awss' is none of Ray's; did you mean aws",
+    ),
+    (
+        "aws",
+        "head_node_type: head",
+        "head_node_type: haed",
+        "head_node_type",
+        "'haed' is none .* did you mean head",
+    ),
+    (
+        "aws",
+        "InstanceType: m6i.2xlarge",
+        "instanceType: m6i.2xlarge",
+        "available_node_types.head.node_config.InstanceType",
+        r"missing \(there is instanceType\)",
+    ),
+    (
+        "aws",
+        "min_workers: 2",
+        "min_workers: 6",
+        "available_node_types.gpu_worker.min_workers",
+        "6 is above max_workers = 4",
+    ),
+    (
+        "aws",
+        "max_workers: 4\nup",
+        "max_workers: 1\nup",
+        "max_workers",
+        "1 is below the 2 that min_workers ask for",
+    ),
+    (
+        "aws",
+        "ulimit -n 65536; RAY_AUTH_MODE=token ray start --address",
+        "ulimit -n 65536; ray start --address",
+        "worker_start_ray_commands.1",
+        "lacks RAY_AUTH_MODE=token",
+    ),
+    (
+        "aws",
+        "RAY_AUTH_MODE=token ray start --head",
+        "RAY_AUTH_MODE=token RAY_AUTH_TOKEN=1234 ray start --head",
+        "head_start_ray_commands.1",
+        "the token itself does not belong",
+    ),
+    (
+        "aws",
+        "    --autoscaling-config=~/ray_bootstrap_config.yaml --disable-usage-stats",
+        "    --disable-usage-stats",
+        "head_start_ray_commands.1",
+        "lacks --autoscaling-config",
+    ),
+    (
+        "aws",
+        "worker_start_ray_commands:",
+        "workers_start_ray_commands:",
+        "workers_start_ray_commands",
+        "unknown key",
+    ),
     ("aws", "cluster_name: crossfed", "name: crossfed", "cluster_name", "missing"),
-    ("aws", "  region: eu-west-1", "  region: eu-west-1\n  region: eu-west-2", "provider.region", "given twice"),
-    ("gcp", "{CPU: 8, GPU: 1}", "{GPU: 1}", "available_node_types.gpu_worker.resources", "CPU is missing"),
-    ("gcp", "{CPU: 8, GPU: 1}", "{CPU: 8, GPU: 0.5}", "available_node_types.gpu_worker.resources.GPU", "a whole number, not 0.5"),
-    ("gcp", "machineType: g2", "machine_type: g2", "available_node_types.gpu_worker.node_config.machineType",
-     r"missing \(there is machine_type\)"),
+    (
+        "aws",
+        "  region: eu-west-1",
+        "  region: eu-west-1\n  region: eu-west-2",
+        "provider.region",
+        "given twice",
+    ),
+    (
+        "gcp",
+        "{CPU: 8, GPU: 1}",
+        "{GPU: 1}",
+        "available_node_types.gpu_worker.resources",
+        "CPU is missing",
+    ),
+    (
+        "gcp",
+        "{CPU: 8, GPU: 1}",
+        "{CPU: 8, GPU: 0.5}",
+        "available_node_types.gpu_worker.resources.GPU",
+        "a whole number, not 0.5",
+    ),
+    (
+        "gcp",
+        "machineType: g2",
+        "machine_type: g2",
+        "available_node_types.gpu_worker.node_config.machineType",
+        r"missing \(there is machine_type\)",
+    ),
     ("local", "  head_ip:", "  headip:", "provider.head_ip", r"missing \(there is headip\)"),
-    ("local", "[192.0.2.11, 192.0.2.12]", "[192.0.2.11, 192.0.2.11]", "provider.worker_ips", "192.0.2.11 is named twice"),
+    (
+        "local",
+        "[192.0.2.11, 192.0.2.12]",
+        "[192.0.2.11, 192.0.2.11]",
+        "provider.worker_ips",
+        "192.0.2.11 is named twice",
+    ),
     ("local", "[192.0.2.11, 192.0.2.12]", "192.0.2.11", "provider.worker_ips", "must be a list"),
-    ("local", "upscaling_speed: 1.0", "head_node_type: head", "head_node_type", "not possible "
-                                                                                "with provider "
-                                                                                "local"),
-    ("local", "RAY_AUTH_MODE=token ray start --address=$RAY_HEAD_IP:6379", "RAY_AUTH_MODE=token ray start",
-     "worker_start_ray_commands.1", "lacks --address"),
-    ("kuberay", "apiVersion: ray.io/v1", "apiVersion: ray.io/v1alpha1", "apiVersion", "must be ray.io/v1, not 'ray.io/v1alpha1'"),
-    ("kuberay", "kind: RayJob", "kind: RayJobs", "kind", "must be RayJob or RayCluster, not "
-                                                         "'RayJobs'"),
-    ("kuberay", "entrypoint: >-", "entryPoint: >-", "spec.entryPoint", "unknown key; did you "
-                                                                       "mean entrypoint"),
-    ("kuberay", "mode: token", "mode: disabled", "spec.rayClusterSpec.authOptions", "whoever reaches a pod could run code"),
-    ("kuberay", "    headGroupSpec:", "    headGroup:", "spec.rayClusterSpec.headGroupSpec", "missing"),
-    ("kuberay", 'num-gpus: "0"', "num-gpus: 0", "spec.rayClusterSpec.headGroupSpec.rayStartParams.num-gpus",
-     "must be text, not 0"),
-    ("kuberay", "minReplicas: 2", "minReplicas: 3", "spec.rayClusterSpec.workerGroupSpecs.0.replicas",
-     "2 is not between 3 and 4"),
-    ("kuberay", "    - name: shared\n", "    - name: share\n",
-     "spec.rayClusterSpec.headGroupSpec.template.spec.containers.0.volumeMounts.0.name",
-     "no volume 'shared'; did you mean share"),
-    ("kuberay", "- name: mlflow\n              image", "- name: mlflow\n              img",
-     "spec.rayClusterSpec.headGroupSpec.template.spec.containers.1.image", "missing"),
-    ("kuberay", """'"{\\"crossfed_server\\": 1}"'""", "'{crossfed_server: 1}'",
-     "spec.rayClusterSpec.headGroupSpec.rayStartParams.resources", "not JSON inside quotes"),
-]  # fmt: skip
+    (
+        "local",
+        "upscaling_speed: 1.0",
+        "head_node_type: head",
+        "head_node_type",
+        "not possible with provider local",
+    ),
+    (
+        "local",
+        "RAY_AUTH_MODE=token ray start --address=$RAY_HEAD_IP:6379",
+        "RAY_AUTH_MODE=token ray start",
+        "worker_start_ray_commands.1",
+        "lacks --address",
+    ),
+    (
+        "kuberay",
+        "apiVersion: ray.io/v1",
+        "apiVersion: ray.io/v1alpha1",
+        "apiVersion",
+        "must be ray.io/v1, not 'ray.io/v1alpha1'",
+    ),
+    (
+        "kuberay",
+        "kind: RayJob",
+        "kind: RayJobs",
+        "kind",
+        "must be RayJob or RayCluster, not 'RayJobs'",
+    ),
+    (
+        "kuberay",
+        "entrypoint: >-",
+        "entryPoint: >-",
+        "spec.entryPoint",
+        "unknown key; did you mean entrypoint",
+    ),
+    (
+        "kuberay",
+        "mode: token",
+        "mode: disabled",
+        "spec.rayClusterSpec.authOptions",
+        "whoever reaches a pod could run code",
+    ),
+    (
+        "kuberay",
+        "    headGroupSpec:",
+        "    headGroup:",
+        "spec.rayClusterSpec.headGroupSpec",
+        "missing",
+    ),
+    (
+        "kuberay",
+        'num-gpus: "0"',
+        "num-gpus: 0",
+        "spec.rayClusterSpec.headGroupSpec.rayStartParams.num-gpus",
+        "must be text, not 0",
+    ),
+    (
+        "kuberay",
+        "minReplicas: 2",
+        "minReplicas: 3",
+        "spec.rayClusterSpec.workerGroupSpecs.0.replicas",
+        "2 is not between 3 and 4",
+    ),
+    (
+        "kuberay",
+        "    - name: shared\n",
+        "    - name: share\n",
+        "spec.rayClusterSpec.headGroupSpec.template.spec.containers.0.volumeMounts.0.name",
+        "no volume 'shared'; did you mean share",
+    ),
+    (
+        "kuberay",
+        "- name: mlflow\n              image",
+        "- name: mlflow\n              img",
+        "spec.rayClusterSpec.headGroupSpec.template.spec.containers.1.image",
+        "missing",
+    ),
+    (
+        "kuberay",
+        """'"{\\"crossfed_server\\": 1}"'""",
+        "'{crossfed_server: 1}'",
+        "spec.rayClusterSpec.headGroupSpec.rayStartParams.resources",
+        "not JSON inside quotes",
+    ),
+]
 
 
 @pytest.mark.parametrize(("name", "there", "becomes", "key", "words"), MISTAKES)
@@ -313,8 +458,13 @@ def test_the_local_template_launches_as_far_as_one_machine_goes(tmp_path: Path) 
     home, temp, venv = tmp_path / "home", Path(f"/tmp/cf{os.getpid()}"), Path(sys.executable).parent
     (home / ".ray").mkdir(parents=True)
     (home / ".ray/auth_token").write_text("d" * 64)
-    ours = {"6379": "6415", "5000": "5015", "/mnt/shared": str(tmp_path), "--autoscaling-config=~/ray_bootstrap_config.yaml": "",
-            "$RAY_HEAD_IP": "127.0.0.1"}  # fmt: skip
+    ours = {
+        "6379": "6415",
+        "5000": "5015",
+        "/mnt/shared": str(tmp_path),
+        "--autoscaling-config=~/ray_bootstrap_config.yaml": "",
+        "$RAY_HEAD_IP": "127.0.0.1",
+    }
     env = {
         name: value
         for name, value in os.environ.items()

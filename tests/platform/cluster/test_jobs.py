@@ -105,8 +105,8 @@ def test_a_job_is_named_after_what_it_does() -> None:
 def project(tmp_path: Path) -> Path:
     root = tmp_path / "project"
     for name in (
-        "mine.py", "run.yaml", "pack/data/table.py", "pack/mod.py", "data/big.csv", "runs/r1/x", "shared/y", ".git/objects/ab",
-        ".venv/lib/z.py", "pack/__pycache__/mod.pyc", ".mypy_cache/1", "pkg.egg-info/PKG-INFO", "notes/secret.txt", "mlflow.db",
+        "mine.py", "run.yaml", "pack/data/table.py", "pack/mod.py", "data/big.csv", "runs/r1/x", "shared/y", ".git/objects/ab",  # noqa: E501
+        ".venv/lib/z.py", "pack/__pycache__/mod.pyc", ".mypy_cache/1", "pkg.egg-info/PKG-INFO", "notes/secret.txt", "mlflow.db",  # noqa: E501
         "pack/auth_token", ".env",
     ):  # fmt: skip
         path = root / name
@@ -179,8 +179,15 @@ class FakeServer:
         self.packages: list[bytes] = []
 
     def job(self, name: str) -> dict[str, Any]:
-        return {"type": "SUBMISSION", "submission_id": name, "status": self.status, "entrypoint": "crossfed run x",
-                "driver_exit_code": self.code, "start_time": 1_800_000_000_000, "end_time": None}  # fmt: skip
+        return {
+            "type": "SUBMISSION",
+            "submission_id": name,
+            "status": self.status,
+            "entrypoint": "crossfed run x",
+            "driver_exit_code": self.code,
+            "start_time": 1_800_000_000_000,
+            "end_time": None,
+        }
 
     async def version(self, _: web.Request) -> web.Response:
         return web.json_response(
@@ -377,19 +384,35 @@ def test_a_web_server_that_is_not_rays() -> None:
 
 @pytest.fixture
 def head(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A Ray head with a job server, started as cluster.yaml does; the environment that reaches it.
-    """
+    """A Ray head with a job server, started as cluster.yaml does; the environment that reaches it."""
     pytest.importorskip(
         "aiohttp_cors", reason="the job server needs pip install -e '.[test,cluster]'"
     )
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 64, "PATH": path, "RAY_JOB_STOP_WAIT_TIME_S": "60",
-           "CROSSFED_CACHE": os.environ["CROSSFED_CACHE"]}  # fmt: skip
+    env = {
+        **os.environ,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "b" * 64,
+        "PATH": path,
+        "RAY_JOB_STOP_WAIT_TIME_S": "60",
+        "CROSSFED_CACHE": os.environ["CROSSFED_CACHE"],
+    }
     env.pop("RAY_ADDRESS", None)
     temp = f"/tmp/cf{os.getpid()}"  # short: Ray's sockets lie in it
-    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=6414", "--num-cpus=2",
-             "--dashboard-port=8314", "--dashboard-host=127.0.0.1", "--disable-usage-stats",
-             f"--temp-dir={temp}"]  # fmt: skip
+    start = [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        "--port=6414",
+        "--num-cpus=2",
+        "--dashboard-port=8314",
+        "--dashboard-host=127.0.0.1",
+        "--disable-usage-stats",
+        f"--temp-dir={temp}",
+    ]
     with (tmp_path / "head.log").open("w") as log:
         ray = subprocess.Popen(
             start, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -437,8 +460,15 @@ def test_a_run_on_a_real_job_server(head: dict[str, str], shops: Path, tmp_path:
             "--address",
             "http://127.0.0.1:8314",
         ]
-        return subprocess.run([*command, *words], cwd=mine, env={**head, "RAY_AUTH_TOKEN": token}, capture_output=True, text=True,
-                              timeout=400, check=False)  # fmt: skip
+        return subprocess.run(
+            [*command, *words],
+            cwd=mine,
+            env={**head, "RAY_AUTH_TOKEN": token},
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
 
     run = [
         "--",

@@ -339,7 +339,7 @@ def utf16(text: str, name: str) -> bytes:
         (PLAIN.replace(",", "\t").encode(), {"separator": "\\t"}),
         (("# " + PLAIN).encode(), {}),
         (("# made by hand\n# in 2020\n" + PLAIN).encode(), {}),
-        (("# made by hand\n" + PLAIN.partition("\n")[2]).encode(), {"columns": {"user": 1, "item": 2, "time": 3}}),
+        (("# made by hand\n" + PLAIN.partition("\n")[2]).encode(), {"columns": {"user": 1, "item": 2, "time": 3}}),  # noqa: E501
         (("sep=,\n" + PLAIN).encode(), {}),
         (PLAIN.replace("\n", "\r").encode(), {}),
         (PLAIN.replace("\n", "\r\n").encode(), {}),
@@ -358,12 +358,12 @@ def utf16(text: str, name: str) -> bytes:
                      {"user": "al", "item": "z", "time": 3}], indent=1).encode(), {}),
         (json.dumps({"al": ["x", "z"], "bo": ["y"]}).encode(), {}),
         (json.dumps({"al": ["x", "z"], "bo": ["y"]}, indent=1).encode(), {}),
-        (b'{"user": "al", "items": ["x", "z"]}\n{"user": "bo", "items": ["y"]}\n', {"columns": {"items": "items"}}),
+        (b'{"user": "al", "items": ["x", "z"]}\n{"user": "bo", "items": ["y"]}\n', {"columns": {"items": "items"}}),  # noqa: E501
         (b"al x z\nbo y\n", {"layout": "sequence"}),
         (b"al\tx,z\nbo\ty\n", {"layout": "sequence"}),
         (b"al: x z\nbo: y\n", {"layout": "sequence"}),
         (b"al|x y|z\nbo|y\n".replace(b"x y", b"x"), {"layout": "sequence", "separator": "|"}),
-        (b"user_id:token\titem_id_list:token_seq\titem_id:token\nal\tx\tz\nbo\ty\t\n".replace(b"\t\n", b"\ty\n"), {}),
+        (b"user_id:token\titem_id_list:token_seq\titem_id:token\nal\tx\tz\nbo\ty\t\n".replace(b"\t\n", b"\ty\n"), {}),  # noqa: E501
         (b"user,history\nal,\"['x', 'z']\"\nbo,y\n", {"columns": {"items": "history"}}),
     ],
 )  # fmt: skip

@@ -39,14 +39,28 @@ VERSIONS = {
 def machine(name: str, gpus: int = 0, head: bool = False, driver: bool = False) -> dict[str, Any]:
     """A sound machine; the driver runs on the head."""
     return {
-        "name": name, "host": "head" if driver else name, "driver": driver, "head": head, "gpus": float(gpus),
-        "python": "3.11.14", "packages": dict(VERSIONS), "source": {"hash": "abc", "path": "/x"}, "skew": None if driver else 0.0,
-        "cuda": {"build": "12.8", "devices": ["L4"] * gpus}, "storage": {"writable": True, "same": True},
-        "mlflow": {"reached": True}, "encoder": {"name": "minilm"}, "auth": {"mode": "token"},
-        "disk": {"places": {"the runs": {"path": "/mnt/shared/runs", "free": 500 * GIB, "total": 1000 * GIB},
-                            "Ray's temporary files": {"path": "/tmp/ray", "free": 80 * GIB, "total": 150 * GIB}}},
+        "name": name,
+        "host": "head" if driver else name,
+        "driver": driver,
+        "head": head,
+        "gpus": float(gpus),
+        "python": "3.11.14",
+        "packages": dict(VERSIONS),
+        "source": {"hash": "abc", "path": "/x"},
+        "skew": None if driver else 0.0,
+        "cuda": {"build": "12.8", "devices": ["L4"] * gpus},
+        "storage": {"writable": True, "same": True},
+        "mlflow": {"reached": True},
+        "encoder": {"name": "minilm"},
+        "auth": {"mode": "token"},
+        "disk": {
+            "places": {
+                "the runs": {"path": "/mnt/shared/runs", "free": 500 * GIB, "total": 1000 * GIB},
+                "Ray's temporary files": {"path": "/tmp/ray", "free": 80 * GIB, "total": 150 * GIB},
+            }
+        },
         "memory": {"free": 24 * GIB, "total": 32 * GIB},
-    }  # fmt: skip
+    }
 
 
 def sound() -> list[dict[str, Any]]:
@@ -62,9 +76,19 @@ def test_a_sound_cluster_passes() -> None:
     found = judge(sound(), WANTED)
     assert can_start(found) and {finding.severity for finding in found} == {"ok"}
     assert [finding.subject for finding in found] == [
-        "versions", "gpus", "storage", "mlflow", "encoder", "authentication", "clock", "disk", "memory", "actors",
-        "runs", "placement",
-    ]  # fmt: skip
+        "versions",
+        "gpus",
+        "storage",
+        "mlflow",
+        "encoder",
+        "authentication",
+        "clock",
+        "disk",
+        "memory",
+        "actors",
+        "runs",
+        "placement",
+    ]
     assert found[0].text == "Python 3.11.14, crossfed 0.1.0, ray 2.60.0, torch 2.13.0"
     assert found[1].text == "2, seen by Ray and by torch" and not any(
         finding.mend for finding in found
@@ -95,57 +119,212 @@ LONE = {"name": "two", "driver": False, "silent": "nothing within 60 s"}
 FAULTS = {
     # what is planted (row 0 is the driver, 1 the head, 2 and 3 the GPU machines): severity,
     # subject, where, words
-    "another torch": (put(3, "packages", "torch", to="2.11.0"), "error", "torch", "two",
-                      "torch 2.11.0, but 2.13.0 on this process"),
-    "another optuna": (put(2, "packages", "optuna", to="5.1.0"), "warning", "optuna", "one", "optuna 5.1.0, but 5.0.0"),
-    "torch not installed": (drop(2, "packages", "torch"), "error", "torch", "one", "torch is missing"),
-    "another Python": (put(2, "python", to="3.11.9"), "error", "python", "one", "Python 3.11.9, but 3.11.14 on this process"),
-    "an old crossfed": (put(2, "packages", "crossfed", to="0.0.9"), "error", "crossfed", "one", "crossfed 0.0.9, but 0.1.0"),
-    "an old checkout": (put(2, "source", "hash", to="old"), "error", "crossfed", "one", "files differ .* though the version"),
-    "no crossfed": (drop(3, "packages", "crossfed"), "error", "crossfed", "two", "crossfed is "
-                                                                                 "missing"),
-    "crossfed broken": (put(3, "source", to={"problem": "No module named 'pydantic'"}), "error", "crossfed", "two",
-                        "cannot be imported: No module"),
-    "a GPU that torch does not see": (put(3, "cuda", "devices", to=[]), "error", "gpus", "two",
-                                      "Ray counts 1 GPUs, torch sees 0: its torch is built for "
-                                      "CUDA 12.8"),
-    "a CPU build on a GPU machine": (put(3, "cuda", to={"build": None, "devices": []}), "error", "gpus", "two",
-                                     "torch is a build without CUDA"),
-    "a GPU that Ray does not count": (put(1, "cuda", "devices", to=["L4"]), "warning", "gpus", "head",
-                                       "torch sees 1 GPUs, Ray counts 0"),
-    "another CUDA": (put(3, "cuda", "build", to="12.6"), "warning", "gpus", "one, two", "built for CUDA 12.6 and 12.8"),
-    "torch broken": (put(2, "cuda", to={"problem": "libcudnn.so.9: cannot open"}), "error", "gpus|cuda", "one", "libcudnn"),
-    "unwritable storage": (put(2, "storage", to={"problem": "Permission denied"}), "error", "storage", "one",
-                           "Permission denied"),
-    "storage not there for the driver": (put(0, "storage", to={"problem": "Read-only file "
-                                                                          "system"}), "error", "storage",
-                                         "this process", "Read-only"),
-    "storage not shared": (put(3, "storage", to={"writable": None, "same": False}), "error", "storage", "two",
-                           "/mnt/shared/runs is not the same there"),
-    "storage that hangs": (put(3, "storage", to={"problem": "no answer within 45 s"}), "error", "storage", "two", "no answer"),
-    "no MLflow": (lambda rows: [row.update(mlflow={"reached": False, "problem": "Connection refused"}) for row in rows],
-                  "warning", "mlflow", "this process, head, one, two", "5000 does not answer: "
-                                                                       "Connection refused"),
-    "MLflow out of reach for a worker": (put(2, "mlflow", to={"reached": False, "problem": "timed out"}), "warning", "mlflow",
-                                         "one", "answers the driver, but not there: timed out"),
-    "no encoder": (put(0, "encoder", to={"problem": "bge is not in the local cache"}), "error", "encoder", "this process",
-                   "minilm is not at hand offline"),
-    "no encoder on the head": (put(1, "encoder", to={"problem": "none"}), "warning", "encoder", "head", "not at hand"),
-    "no authentication": (lambda rows: [row["auth"].update(mode="disabled") for row in rows], "warning", "authentication",
-                          "head, one, two", "without token authentication"),
-    "a clock ahead": (put(2, "skew", to=8.0), "warning", "clock", "one", "8 s ahead of the "
-                                                                         "driver's"),
-    "a clock far behind": (put(2, "skew", to=-3600.0), "error", "clock", "one", "3600 s behind "
-                                                                                "the driver's"),
-    "a full disk": (put(2, "disk", "places", "Ray's temporary files", "free", to=4 * GIB), "error", "disk", "one",
-                    r"4.0 GiB \(3%\) free for Ray's temporary files in /tmp/ray"),
-    "a disk that fills": (put(2, "disk", "places", "Ray's temporary files", "free", to=9 * GIB), "warning", "disk",
-                          "one", "9.0 GiB"),
-    "no memory": (put(3, "memory", "free", to=1 * GIB), "error", "memory", "two", "1.0 of 32.0 "
-                                                                                  "GiB are free"),
-    "little memory": (put(3, "memory", "free", to=2 * GIB), "warning", "memory", "two", "2.0 of 32.0"),
-    "a machine that does not answer": (put(3, to=LONE), "error", "answer", "two", "does not answer: nothing within 60 s"),
-}  # fmt: skip
+    "another torch": (
+        put(3, "packages", "torch", to="2.11.0"),
+        "error",
+        "torch",
+        "two",
+        "torch 2.11.0, but 2.13.0 on this process",
+    ),
+    "another optuna": (
+        put(2, "packages", "optuna", to="5.1.0"),
+        "warning",
+        "optuna",
+        "one",
+        "optuna 5.1.0, but 5.0.0",
+    ),
+    "torch not installed": (
+        drop(2, "packages", "torch"),
+        "error",
+        "torch",
+        "one",
+        "torch is missing",
+    ),
+    "another Python": (
+        put(2, "python", to="3.11.9"),
+        "error",
+        "python",
+        "one",
+        "Python 3.11.9, but 3.11.14 on this process",
+    ),
+    "an old crossfed": (
+        put(2, "packages", "crossfed", to="0.0.9"),
+        "error",
+        "crossfed",
+        "one",
+        "crossfed 0.0.9, but 0.1.0",
+    ),
+    "an old checkout": (
+        put(2, "source", "hash", to="old"),
+        "error",
+        "crossfed",
+        "one",
+        "files differ .* though the version",
+    ),
+    "no crossfed": (
+        drop(3, "packages", "crossfed"),
+        "error",
+        "crossfed",
+        "two",
+        "crossfed is missing",
+    ),
+    "crossfed broken": (
+        put(3, "source", to={"problem": "No module named 'pydantic'"}),
+        "error",
+        "crossfed",
+        "two",
+        "cannot be imported: No module",
+    ),
+    "a GPU that torch does not see": (
+        put(3, "cuda", "devices", to=[]),
+        "error",
+        "gpus",
+        "two",
+        "Ray counts 1 GPUs, torch sees 0: its torch is built for CUDA 12.8",
+    ),
+    "a CPU build on a GPU machine": (
+        put(3, "cuda", to={"build": None, "devices": []}),
+        "error",
+        "gpus",
+        "two",
+        "torch is a build without CUDA",
+    ),
+    "a GPU that Ray does not count": (
+        put(1, "cuda", "devices", to=["L4"]),
+        "warning",
+        "gpus",
+        "head",
+        "torch sees 1 GPUs, Ray counts 0",
+    ),
+    "another CUDA": (
+        put(3, "cuda", "build", to="12.6"),
+        "warning",
+        "gpus",
+        "one, two",
+        "built for CUDA 12.6 and 12.8",
+    ),
+    "torch broken": (
+        put(2, "cuda", to={"problem": "libcudnn.so.9: cannot open"}),
+        "error",
+        "gpus|cuda",
+        "one",
+        "libcudnn",
+    ),
+    "unwritable storage": (
+        put(2, "storage", to={"problem": "Permission denied"}),
+        "error",
+        "storage",
+        "one",
+        "Permission denied",
+    ),
+    "storage not there for the driver": (
+        put(0, "storage", to={"problem": "Read-only file system"}),
+        "error",
+        "storage",
+        "this process",
+        "Read-only",
+    ),
+    "storage not shared": (
+        put(3, "storage", to={"writable": None, "same": False}),
+        "error",
+        "storage",
+        "two",
+        "/mnt/shared/runs is not the same there",
+    ),
+    "storage that hangs": (
+        put(3, "storage", to={"problem": "no answer within 45 s"}),
+        "error",
+        "storage",
+        "two",
+        "no answer",
+    ),
+    "no MLflow": (
+        lambda rows: [
+            row.update(mlflow={"reached": False, "problem": "Connection refused"}) for row in rows
+        ],
+        "warning",
+        "mlflow",
+        "this process, head, one, two",
+        "5000 does not answer: Connection refused",
+    ),
+    "MLflow out of reach for a worker": (
+        put(2, "mlflow", to={"reached": False, "problem": "timed out"}),
+        "warning",
+        "mlflow",
+        "one",
+        "answers the driver, but not there: timed out",
+    ),
+    "no encoder": (
+        put(0, "encoder", to={"problem": "bge is not in the local cache"}),
+        "error",
+        "encoder",
+        "this process",
+        "minilm is not at hand offline",
+    ),
+    "no encoder on the head": (
+        put(1, "encoder", to={"problem": "none"}),
+        "warning",
+        "encoder",
+        "head",
+        "not at hand",
+    ),
+    "no authentication": (
+        lambda rows: [row["auth"].update(mode="disabled") for row in rows],
+        "warning",
+        "authentication",
+        "head, one, two",
+        "without token authentication",
+    ),
+    "a clock ahead": (
+        put(2, "skew", to=8.0),
+        "warning",
+        "clock",
+        "one",
+        "8 s ahead of the driver's",
+    ),
+    "a clock far behind": (
+        put(2, "skew", to=-3600.0),
+        "error",
+        "clock",
+        "one",
+        "3600 s behind the driver's",
+    ),
+    "a full disk": (
+        put(2, "disk", "places", "Ray's temporary files", "free", to=4 * GIB),
+        "error",
+        "disk",
+        "one",
+        r"4.0 GiB \(3%\) free for Ray's temporary files in /tmp/ray",
+    ),
+    "a disk that fills": (
+        put(2, "disk", "places", "Ray's temporary files", "free", to=9 * GIB),
+        "warning",
+        "disk",
+        "one",
+        "9.0 GiB",
+    ),
+    "no memory": (
+        put(3, "memory", "free", to=1 * GIB),
+        "error",
+        "memory",
+        "two",
+        "1.0 of 32.0 GiB are free",
+    ),
+    "little memory": (
+        put(3, "memory", "free", to=2 * GIB),
+        "warning",
+        "memory",
+        "two",
+        "2.0 of 32.0",
+    ),
+    "a machine that does not answer": (
+        put(3, to=LONE),
+        "error",
+        "answer",
+        "two",
+        "does not answer: nothing within 60 s",
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -215,8 +394,16 @@ def ask(tmp_path: Path, **other: Any) -> dict[str, Any]:
     marker = tmp_path / "runs" / ".doctor"
     marker.mkdir(parents=True)
     (marker / "driver").write_text("word")
-    return {"node": "n1", "patience": 60, "out": str(tmp_path / "runs"), "marker": str(marker), "word": "word",
-            "tracking": None, "encoder": "hashing", "temp": str(tmp_path)} | other  # fmt: skip
+    return {
+        "node": "n1",
+        "patience": 60,
+        "out": str(tmp_path / "runs"),
+        "marker": str(marker),
+        "word": "word",
+        "tracking": None,
+        "encoder": "hashing",
+        "temp": str(tmp_path),
+    } | other
 
 
 def test_a_look_at_this_machine(tmp_path: Path) -> None:
@@ -343,7 +530,7 @@ from crossfed.platform.doctor.examine import examine
 found = judge(*examine(cluster.address, str(root / "runs"), "http://127.0.0.1:9", "BAAI/nowhere", False, 120.0))
 print(json.dumps([[f.severity, f.subject, f.where, f.text] for f in found]))
 print((root / "runs").exists())
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
@@ -354,12 +541,21 @@ def test_faults_planted_for_real_on_six_nodes(tmp_path: Path) -> None:
     script = tmp_path / "planted.py"
     script.write_text(PLANTED)
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=280, check=False,
+        [sys.executable, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
         # the repository root, which Ray would put on the path of its workers, holds
         # crossfed.egg-info
         cwd=tmp_path,
-        env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64, "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+        env={
+            **os.environ,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": "a" * 64,
+            "HF_HUB_OFFLINE": "1",
+        },
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     *_, told, left = done.stdout.splitlines()
     # the worst of a subject

@@ -36,7 +36,7 @@ from ranx import Qrels, Run, evaluate
 case = json.load(sys.stdin)
 values = evaluate(Qrels(case["truth"]), Run(case["scores"]), case["metrics"], return_mean=False)
 json.dump({name: dict(zip(sorted(case["truth"]), map(float, row))) for name, row in values.items()}, sys.stdout)
-"""
+"""  # noqa: E501
 
 
 def ask_ranx(truth: dict, scores: dict, metrics: list[str]) -> dict[str, dict[str, float]]:

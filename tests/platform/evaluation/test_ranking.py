@@ -21,8 +21,7 @@ def csr(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def run(
     scores: np.ndarray, seen: np.ndarray, truth: np.ndarray, ks, users=None, **options
 ) -> Ranking:
-    """Rank with whole matrices: scores [n_users, n_items], seen and truth bool of the same shape.
-    """
+    """Rank with whole matrices: scores [n_users, n_items], seen and truth bool of the same shape."""
     table = torch.as_tensor(scores)
     users = np.arange(len(scores)) if users is None else users
     return rank(
@@ -261,8 +260,7 @@ def test_candidates_of_other_users_are_refused():
 
 @pytest.mark.parametrize("clash", ["seen", "truth"])
 def test_candidates_of_other_data_are_refused(clash):
-    """A candidate that the user has seen, or that is held out, was drawn from other interactions.
-    """
+    """A candidate that the user has seen, or that is held out, was drawn from other interactions."""
     seen, truth = np.array([[True, False, False, False]]), np.array([[False, True, False, False]])
     candidates = Candidates(
         np.array([0]), np.array([[0 if clash == "seen" else 1, 2]], np.int32), 4
@@ -332,8 +330,16 @@ def test_mrr_without_a_cut_off_is_the_place_of_the_first_hit_in_the_whole_order(
         expected.append(1 / (1 + min(order.index(i) for i in truth[user])))
     for block in (None, n_items * 4):
         found = rank(
-            lambda users: torch.from_numpy(scores[users]), np.arange(n_users),
-            pointers[0], flat[0], pointers[1], flat[1], n_items, [5], block_entries=block, whole=True,
-        )  # fmt: skip
+            lambda users: torch.from_numpy(scores[users]),
+            np.arange(n_users),
+            pointers[0],
+            flat[0],
+            pointers[1],
+            flat[1],
+            n_items,
+            [5],
+            block_entries=block,
+            whole=True,
+        )
         np.testing.assert_allclose(found.per_user["mrr"], expected)
         assert found.macro["mrr"] == pytest.approx(np.mean(expected))

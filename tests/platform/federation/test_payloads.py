@@ -87,8 +87,7 @@ FORGED = {
 
 @pytest.mark.parametrize("kind", FORGED)
 def test_a_receiver_does_not_take_the_senders_word(kind: str) -> None:
-    """What a sender's own check should have refused is refused before the receiver's step sees it.
-    """
+    """What a sender's own check should have refused is refused before the receiver's step sees it."""
     payload, words = FORGED[kind]
     server = gate(Field("x", Direction.UP, ("dim",), "x"))
     with pytest.raises(LeakError, match=rf"^books → server: .*{words}.*it was not read"):
@@ -180,7 +179,7 @@ def test_metrics_are_a_few_named_numbers() -> None:
         "loss_rec": 0.5,
         "n": 2.0,
     }
-    for metrics in ({"user 7": 1.0}, {"loss": np.zeros(40)}, {"loss": "low"}, {"loss": 10**400}, [1.0], {7: 1.0},
+    for metrics in ({"user 7": 1.0}, {"loss": np.zeros(40)}, {"loss": "low"}, {"loss": 10**400}, [1.0], {7: 1.0},  # noqa: E501
                     {f"u{number}": 1.0 for number in range(257)}):  # fmt: skip
         with pytest.raises(LeakError, match=r"^books: (the metrics|metric )"):
             check_metrics("books", metrics)  # type: ignore[arg-type]

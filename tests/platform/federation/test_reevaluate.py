@@ -160,12 +160,22 @@ def test_a_run_of_before_memory_was_told(shops: Path, tmp_path: Path) -> None:
 
 
 def test_a_key_of_ranking_changes_alone(shops: Path, tmp_path: Path) -> None:
-    """One round, so that one beam and all items select the same state, and both can be trained for.
-    """
+    """One round, so that one beam and all items select the same state, and both can be trained for."""
     sizes = (
-        "levels=2", "codebook=4", "dim=8", "heads=2", "encoder_layers=1", "decoder_layers=1", "inner=8", "decoder_inner=8",
-        "batch_size=128", "tokeniser.kind=residual-kmeans", "tokeniser.dim=8", "epochs=1", "text.encoder=hashing:32",
-    )  # fmt: skip
+        "levels=2",
+        "codebook=4",
+        "dim=8",
+        "heads=2",
+        "encoder_layers=1",
+        "decoder_layers=1",
+        "inner=8",
+        "decoder_inner=8",
+        "batch_size=128",
+        "tokeniser.kind=residual-kmeans",
+        "tokeniser.dim=8",
+        "epochs=1",
+        "text.encoder=hashing:32",
+    )
     run_dir = trained("tiger", shops, tmp_path, *sizes, "beam=1")
     whole = again(run_dir, tmp_path, "beam=null")
     before, after = result(run_dir), result(whole)

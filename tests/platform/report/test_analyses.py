@@ -55,10 +55,17 @@ def row(
     best = recall if best is None else best
     metrics = {f"val/{d}/{RECALL}": recall for d in ("books", "toys")} if recall is not None else {}
     return {
-        "stage": stage, "round": step, "rounds": 9, "step": step, "metrics": metrics | told, "best": best,
+        "stage": stage,
+        "round": step,
+        "rounds": 9,
+        "step": step,
+        "metrics": metrics | told,
+        "best": best,
         "domains": {} if best is None else dict.fromkeys(("books", "toys"), best),
-        "bytes_up": up, "bytes_down": up, "seconds": seconds,
-    }  # fmt: skip
+        "bytes_up": up,
+        "bytes_down": up,
+        "seconds": seconds,
+    }
 
 
 def both(mean: float, seed: int = 0) -> dict[str, Any]:
@@ -431,9 +438,9 @@ def test_time_per_round_and_epoch(tmp_path: Path) -> None:
     ]
     run = make_run(tmp_path / "f", "fedcgr", 0, both(0.3), sets=("local_epochs=2",), history=rounds)
     found = courses.time(load_runs([run]))
-    assert [(r["stage"], r["epochs_per_round"], float(r["seconds_per_epoch"])) for r in records(found)] == [
-        ("cf", "1", 3.0), ("federate", "2", 5.0)
-    ]  # fmt: skip
+    assert [
+        (r["stage"], r["epochs_per_round"], float(r["seconds_per_epoch"])) for r in records(found)
+    ] == [("cf", "1", 3.0), ("federate", "2", 5.0)]
     federated = records(found)[1]
     assert (float(federated["seconds_per_round"]), float(federated["upper_quartile"])) == (
         10.0,
@@ -561,8 +568,13 @@ def test_item_map_of_several_vectors(mapped: Finished) -> None:
     """Before and after: a row each; centres only where their width is that of the vectors."""
     found = maps.item_map(mapped, ("model.t", "items"), "centres", per_domain=20)
     assert [axis.get_title() for axis in found.figure.axes] == [
-        "model.t: all domains", "model.t: books", "model.t: toys", "items: all domains", "items: books", "items: toys"
-    ]  # fmt: skip
+        "model.t: all domains",
+        "model.t: books",
+        "model.t: toys",
+        "items: all domains",
+        "items: books",
+        "items: toys",
+    ]
     assert [len(axis.collections) for axis in found.figure.axes] == [2, 1, 1, 3, 2, 2]
     assert found.grid.rows[0] == ("model.t", "3", "100 items", "100 items")
 

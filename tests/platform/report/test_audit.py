@@ -76,9 +76,12 @@ def test_the_ledger_adds_up_by_domain_and_key() -> None:
         for r in crossed(config, ledger, {**PLAIN, "sent_as_it_is": plain}).records
     }
     assert set(found) == {
-        ("books", "item_vectors"), ("films", "item_vectors"), ("books, films", "centres"), ("books", "labels"),
+        ("books", "item_vectors"),
+        ("films", "item_vectors"),
+        ("books, films", "centres"),
+        ("books", "labels"),
         ("films", "labels"),
-    }  # fmt: skip
+    }
     books, both = found["books", "item_vectors"], found["books, films", "centres"]
     assert (books["messages"], books["bytes"], books["bytes_per_round"]) == (
         2,

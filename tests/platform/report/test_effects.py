@@ -94,8 +94,11 @@ def test_every_number_against_scipy_and_statsmodels(made: list[Finished]) -> Non
             test = stats.ttest_rel(mine, theirs)
             interval = test.confidence_interval(0.95)
             expected[method, domain, metric] |= {
-                "paired_seeds": 3, "seeds_t_p": test.pvalue, "seeds_low": interval.low, "seeds_high": interval.high
-            }  # fmt: skip
+                "paired_seeds": 3,
+                "seeds_t_p": test.pvalue,
+                "seeds_low": interval.low,
+                "seeds_high": interval.high,
+            }
     by_t, by_rank = (
         multipletests([expected[key][p] for key in keys], method="holm")[1]
         for p in ("users_t_p", "users_wilcoxon_p")
@@ -340,9 +343,9 @@ def test_default_metrics(made: list[Finished], tmp_path: Path) -> None:
     values = {
         "books": {f"{m}_at_{k}": users(0, 0.3) for m in ("hit_rate", "ndcg") for k in (1, 10)}
     }
-    assert default_metrics(load_runs([make_run(tmp_path / "a", "lightgcn", 0, values, sets=sets)])) == [
-        "ndcg_at_10", "hit_rate_at_10"
-    ]  # fmt: skip
+    assert default_metrics(
+        load_runs([make_run(tmp_path / "a", "lightgcn", 0, values, sets=sets)])
+    ) == ["ndcg_at_10", "hit_rate_at_10"]
 
 
 def test_what_is_missing_is_named(made: list[Finished], tmp_path: Path) -> None:

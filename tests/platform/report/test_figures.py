@@ -54,9 +54,16 @@ def history(sent: float = 1000.0) -> list[dict[str, Any]]:
         }
         stage = "pretrain" if step <= 3 else "finetune"
         rows.append(
-            {"stage": stage, "round": (step - 1) % 3 + 1, "step": step, "metrics": metrics, "bytes_up": sent,
-             "bytes_down": sent / 2, "seconds": 1.0}
-        )  # fmt: skip
+            {
+                "stage": stage,
+                "round": (step - 1) % 3 + 1,
+                "step": step,
+                "metrics": metrics,
+                "bytes_up": sent,
+                "bytes_down": sent / 2,
+                "seconds": 1.0,
+            }
+        )
     return rows
 
 

@@ -28,12 +28,19 @@ from made_runs import make_run, users
 VOID = {"meta", "img"}
 ROWS = [
     {
-        "stage": "train", "round": step, "rounds": 2, "step": step, "bytes_up": 0, "bytes_down": 0, "seconds": 1.0,
-        "metrics": {f"val/{d}/recall_at_20": 0.1 * step for d in ("books", "toys")}, "best": 0.1 * step,
+        "stage": "train",
+        "round": step,
+        "rounds": 2,
+        "step": step,
+        "bytes_up": 0,
+        "bytes_down": 0,
+        "seconds": 1.0,
+        "metrics": {f"val/{d}/recall_at_20": 0.1 * step for d in ("books", "toys")},
+        "best": 0.1 * step,
         "domains": dict.fromkeys(("books", "toys"), 0.1 * step),
     }
     for step in (1, 2)
-]  # fmt: skip
+]
 SENT = {
     "stage": "pretrain",
     "round": 1,
@@ -109,10 +116,21 @@ def test_the_page_holds_all_and_fetches_nothing(tmp_path: Path) -> None:
     text = page.html()
     found = Checked(text)
     assert {
-        "Results", "Test metrics", "Differences over users", "Differences over seeds", "Users by activity", "What was run",
-        "Runs", "Domains", "Settings", "All settings of fedcrf", "What crossed", "fedcrf, seed "
-                                                                                 "0", "Privacy", "Software",
-    } <= set(found.headings)  # fmt: skip
+        "Results",
+        "Test metrics",
+        "Differences over users",
+        "Differences over seeds",
+        "Users by activity",
+        "What was run",
+        "Runs",
+        "Domains",
+        "Settings",
+        "All settings of fedcrf",
+        "What crossed",
+        "fedcrf, seed 0",
+        "Privacy",
+        "Software",
+    } <= set(found.headings)
     # differences, cohorts, upload, time, and the curves of each row
     assert len(found.fetched) == 6 and all(
         source.startswith("data:image/png;base64,") for source in found.fetched

@@ -256,8 +256,7 @@ def sent(kind: str, body: Any) -> tuple[bytes, str]:
 
 
 def through_mlflow(model: Any, body: bytes, content_type: str) -> tuple[int, Any]:
-    """What `mlflow models serve` answers, without the wire: its own parsing and the loaded model.
-    """
+    """What `mlflow models serve` answers, without the wire: its own parsing and the loaded model."""
     from mlflow.pyfunc import scoring_server
 
     try:
@@ -297,9 +296,9 @@ ONE_AND_TWO = ((1, 3, ()), (2, 10, ()))
     ("kind", "body", "asked"),
     [
         ("dataframe_records", [{"user": "films-u1", "k": 3}, {"user": "films-u2"}], ONE_AND_TWO),
-        ("dataframe_records", [{"user": "films-u1", "k": 3}, {"user": "films-u2", "k": None}], ONE_AND_TWO),
-        ("dataframe_split", {"columns": ["user", "k"], "data": [["films-u1", 3], ["films-u2", None]]}, ONE_AND_TWO),
-        ("dataframe_split", {"columns": ["k", "user"], "index": [7], "data": [[3, "films-u1"]]}, ((1, 3, ()),)),
+        ("dataframe_records", [{"user": "films-u1", "k": 3}, {"user": "films-u2", "k": None}], ONE_AND_TWO),  # noqa: E501
+        ("dataframe_split", {"columns": ["user", "k"], "data": [["films-u1", 3], ["films-u2", None]]}, ONE_AND_TWO),  # noqa: E501
+        ("dataframe_split", {"columns": ["k", "user"], "index": [7], "data": [[3, "films-u1"]]}, ((1, 3, ()),)),  # noqa: E501
         ("instances", [{"user": "films-u1", "k": 3}, {"user": "films-u2", "k": None}], ONE_AND_TWO),
         ("instances", [{"user": "films-u1"}], ((1, 10, ()),)),
         ("instances", ["films-u1", "films-u2"], ((1, 10, ()), (2, 10, ()))),
@@ -313,21 +312,21 @@ ONE_AND_TWO = ((1, 3, ()), (2, 10, ()))
         ("csv", "user,k\nfilms-u1,3\nfilms-u2,\n", ONE_AND_TWO),
         ("csv", "user\nfilms-u1\n", ((1, 10, ()),)),
         ("json", {"inputs": ["films-u1"], "params": {"k": 3}}, ((1, 3, ()),)),
-        ("json", {"dataframe_records": [{"user": "films-u1"}, {"user": "films-u2", "k": 2}], "params": {"k": 3}},
+        ("json", {"dataframe_records": [{"user": "films-u1"}, {"user": "films-u2", "k": 2}], "params": {"k": 3}},  # noqa: E501
          ((1, 3, ()), (2, 2, ()))),
-        ("json", {"inputs": ["films-u1"], "params": {"k": 3, "exclude": ["films-i0", "films-i1"]}}, ((1, 3, (0, 1)),)),
+        ("json", {"inputs": ["films-u1"], "params": {"k": 3, "exclude": ["films-i0", "films-i1"]}}, ((1, 3, (0, 1)),)),  # noqa: E501
         ("json", {"inputs": ["films-u1"], "params": None}, ((1, 10, ()),)),
-        ("dataframe_records", [{"user": "films-u1", "k": 3, "exclude": ["films-i4"]}, {"user": "films-u2", "k": 4}],
+        ("dataframe_records", [{"user": "films-u1", "k": 3, "exclude": ["films-i4"]}, {"user": "films-u2", "k": 4}],  # noqa: E501
          ((1, 3, (4,)), (2, 4, ()))),
         ("dataframe_records", [{"user": "films-u1", "exclude": None}], ((1, 10, ()),)),
-        ("dataframe_split", {"columns": ["user", "exclude"], "data": [["films-u1", ["films-i4"]], ["films-u2", []]]},
+        ("dataframe_split", {"columns": ["user", "exclude"], "data": [["films-u1", ["films-i4"]], ["films-u2", []]]},  # noqa: E501
          ((1, 10, (4,)), (2, 10, ()))),
-        ("instances", [{"user": "films-u1", "exclude": ["films-i4"]}, {"user": "films-u2", "exclude": ["films-i5"]}],
+        ("instances", [{"user": "films-u1", "exclude": ["films-i4"]}, {"user": "films-u2", "exclude": ["films-i5"]}],  # noqa: E501
          ((1, 10, (4,)), (2, 10, (5,)))),
-        ("inputs", [{"user": "films-u1", "exclude": ["films-i4", "films-i5"]}, {"user": "films-u2"}],
+        ("inputs", [{"user": "films-u1", "exclude": ["films-i4", "films-i5"]}, {"user": "films-u2"}],  # noqa: E501
          ((1, 10, (4, 5)), (2, 10, ()))),
         ("inputs", {"user": "films-u1", "exclude": ["films-i4", "films-i5"]}, ((1, 10, (4, 5)),)),
-        ("csv", 'user,exclude\nfilms-u1,"[""films-i4""]"\nfilms-u2,\n', ((1, 10, (4,)), (2, 10, ()))),
+        ("csv", 'user,exclude\nfilms-u1,"[""films-i4""]"\nfilms-u2,\n', ((1, 10, (4,)), (2, 10, ()))),  # noqa: E501
     ],
 )  # fmt: skip
 def test_every_format_gives_the_same_answer(
@@ -345,7 +344,7 @@ def test_every_format_gives_the_same_answer(
     ("kind", "body", "asked"),
     [
         ("instances", [{"user": "films-u1", "k": 3}, {"user": "films-u2"}], ONE_AND_TWO),
-        ("instances", [{"user": "films-u1", "exclude": ["films-i4", "films-i5"]}, {"user": "films-u2", "exclude": []}],
+        ("instances", [{"user": "films-u1", "exclude": ["films-i4", "films-i5"]}, {"user": "films-u2", "exclude": []}],  # noqa: E501
          ((1, 10, (4, 5)), (2, 10, ()))),
         ("inputs", {"user": ["films-u1", "films-u2"], "exclude": [["films-i4", "films-i5"], []]},
          ((1, 10, (4, 5)), (2, 10, ()))),
@@ -354,8 +353,7 @@ def test_every_format_gives_the_same_answer(
 def test_rows_that_say_different_things_are_refused_by_mlflow_and_answered_by_crossfed(
     run_dir: Path, films: Any, kind: str, body: Any, asked: tuple[Any, ...]
 ) -> None:
-    """MLflow's server takes such rows apart before the model sees them: a 400, and no wrong answer.
-    """
+    """MLflow's server takes such rows apart before the model sees them: a 400, and no wrong answer."""
     assert through_mlflow(films, *sent(kind, body))[0] == 400
     status, rows = through_crossfed(films, *sent(kind, body))
     assert status == 200, rows
@@ -400,7 +398,7 @@ def test_rows_that_say_different_things_are_refused_by_mlflow_and_answered_by_cr
         ("csv", "user,k\nfilms-u1,2.5\n", "row 1: k is 2.5; it must be a whole number"),
         ("csv", "user,exclude\nfilms-u1,films-i4\n", "row 1: exclude is the text"),
         ("csv", "user,n\nfilms-u1,4\n", "row 1: there is no 'n'"),
-        ("dataframe_records", [{"user": "films-u1"}, {"user": "films-u2", "k": 1.5}], "row 2: k is 1.5"),
+        ("dataframe_records", [{"user": "films-u1"}, {"user": "films-u2", "k": 1.5}], "row 2: k is 1.5"),  # noqa: E501
         ("inputs", {"user": ["films-u1", "films-u2"], "k": [3]}, "there are 2 users, but 1 "
                                                                  "values of k"),
         ("inputs", 7, "the input is the number 7"),
@@ -443,8 +441,8 @@ def test_ids_made_of_digits_are_text(films: Any) -> None:
         (b'{"inputs": ["a"], "k": 3}', "application/json", "the request has no 'k'"),
         (b'{"inputs": ["a"], "params": {"n": 3}}', "application/json", "params has no 'n'"),
         (b'{"inputs": ["a"], "params": [3]}', "application/json", "params must be an object"),
-        (b'{"dataframe_split": {"columns": ["user"], "data": [["a", 3]]}}', "application/json", "row 1 of dataframe_split"),
-        (b'{"dataframe_split": {"columns": ["user", "user"], "data": []}}', "application/json", "two columns 'user'"),
+        (b'{"dataframe_split": {"columns": ["user"], "data": [["a", 3]]}}', "application/json", "row 1 of dataframe_split"),  # noqa: E501
+        (b'{"dataframe_split": {"columns": ["user", "user"], "data": []}}', "application/json", "two columns 'user'"),  # noqa: E501
         (b'{"dataframe_split": {"data": [["a"]]}}', "application/json", "must hold columns and "
                                                                         "data"),
         (b'{"dataframe_records": {"user": "a"}}', "application/json", "must be a list of objects"),
@@ -467,8 +465,7 @@ def test_other_content_types_are_left_to_mlflow() -> None:
 
 @pytest.fixture(params=["mlflow", "crossfed"])
 def server(request: Any, uris: dict[str, str], run_dir: Path, tmp_path: Path) -> Iterator[str]:
-    """`mlflow models serve` and `crossfed serve` on the model of films, started in an empty folder.
-    """
+    """`mlflow models serve` and `crossfed serve` on the model of films, started in an empty folder."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

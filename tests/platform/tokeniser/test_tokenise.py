@@ -65,7 +65,7 @@ METHOD = replace(
 )
 TEXTLESS = replace(METHOD, artifacts=())
 SHAPELESS = replace(METHOD, Config=toys.Config)
-"""
+"""  # noqa: E501
 
 SMALL = (
     "text.encoder=hashing:32",
@@ -128,10 +128,20 @@ def test_the_key_depends_on_everything_that_matters_and_nothing_else(
         return Spec.of(config(shops, tmp_path, *sets)).key(list(texts))
 
     settings = (
-        "levels=2", "codebook=9", "tokeniser.seed=1", "tokeniser.dim=9", "tokeniser.hidden=9", "tokeniser.epochs=9",
-        "tokeniser.batch_size=9", "tokeniser.lr=0.1", "tokeniser.beta=1.0", "tokeniser.entropy=1.0",
-        "tokeniser.collision=1.0", "tokeniser.workers=2", "tokeniser.kind=residual-kmeans",
-    )  # fmt: skip
+        "levels=2",
+        "codebook=9",
+        "tokeniser.seed=1",
+        "tokeniser.dim=9",
+        "tokeniser.hidden=9",
+        "tokeniser.epochs=9",
+        "tokeniser.batch_size=9",
+        "tokeniser.lr=0.1",
+        "tokeniser.beta=1.0",
+        "tokeniser.entropy=1.0",
+        "tokeniser.collision=1.0",
+        "tokeniser.workers=2",
+        "tokeniser.kind=residual-kmeans",
+    )
     keys = {key(), key(texts=("b", "a")), key(texts=("a",)), *(key(one) for one in settings)}
     assert len(keys) == 3 + len(settings)
     assert key("seed=5", "tokeniser.min_perplexity=0.2", "resources.threads=2") == key()
@@ -387,8 +397,7 @@ def test_a_method_finds_its_ids_and_the_result_tells_of_them(shops: Path, tmp_pa
 
 
 def test_ids_of_another_shape_are_not_used(shops: Path, tmp_path: Path) -> None:
-    """A search makes them once; a trial that wants other levels or another codebook makes its own.
-    """
+    """A search makes them once; a trial that wants other levels or another codebook makes its own."""
     two = config(shops, tmp_path, "levels=2")
     given = made(two)
     assert fits(two, given)

@@ -115,9 +115,21 @@ def test_sigterm_to_all_processes_ends_a_run_in_seconds(
 
     words = ["run", "lightgcn", "--set", "dim=8", "--set", "epochs=5000", "--set", "patience=5000"]
     victim = subprocess.Popen(
-        [sys.executable, "-m", "crossfed.platform.cli.main", *words, "--data", str(shops), "--out", str(tmp_path)],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "crossfed.platform.cli.main",
+            *words,
+            "--data",
+            str(shops),
+            "--out",
+            str(tmp_path),
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     until = time.monotonic() + 250
     while time.monotonic() < until and not list(
         tmp_path.glob("*/checkpoints/commit-*/progress.json")

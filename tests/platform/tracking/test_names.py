@@ -63,15 +63,33 @@ def test_names_of_earlier_versions_and_others(name: str, read: Name | None) -> N
 
 
 def test_a_round() -> None:
-    row = a_round(*DOMAINS, **{"train/books/loss_rec": 0.7, "train/books/norm": 3.0, "train/server/lossy/x": 1.0,
-                               "privacy/max/epsilon_whole": 4.0, "privacy/books/epsilon_whole": 4.0})  # fmt: skip
+    row = a_round(
+        *DOMAINS,
+        **{
+            "train/books/loss_rec": 0.7,
+            "train/books/norm": 3.0,
+            "train/server/lossy/x": 1.0,
+            "privacy/max/epsilon_whole": 4.0,
+            "privacy/books/epsilon_whole": 4.0,
+        },
+    )
     assert metric_names.of_round(row, "recall_at_20", 2, DOMAINS) == {
-        "all/best_recall_at_20": 0.3, "all/stage": 2.0, "all/val_recall_at_20": 0.25, "all/val_ndcg_at_20": pytest.approx(0.2),
-        "domain/books/val_recall_at_20": 0.1, "domain/films/val_recall_at_20": 0.2, "domain/games/val_recall_at_20": 0.3,
-        "domain/books/val_ndcg_at_20": 0.1, "domain/films/val_ndcg_at_20": 0.2, "domain/games/val_ndcg_at_20": 0.3,
-        "privacy/epsilon_whole": 4.0, "train/books/loss_rec": 0.7,
-        "traffic/bytes_up": 7, "traffic/bytes_down": 9, "time/seconds_per_round": 0.5,
-    }  # fmt: skip
+        "all/best_recall_at_20": 0.3,
+        "all/stage": 2.0,
+        "all/val_recall_at_20": 0.25,
+        "all/val_ndcg_at_20": pytest.approx(0.2),
+        "domain/books/val_recall_at_20": 0.1,
+        "domain/films/val_recall_at_20": 0.2,
+        "domain/games/val_recall_at_20": 0.3,
+        "domain/books/val_ndcg_at_20": 0.1,
+        "domain/films/val_ndcg_at_20": 0.2,
+        "domain/games/val_ndcg_at_20": 0.3,
+        "privacy/epsilon_whole": 4.0,
+        "train/books/loss_rec": 0.7,
+        "traffic/bytes_up": 7,
+        "traffic/bytes_down": 9,
+        "time/seconds_per_round": 0.5,
+    }
 
 
 def test_a_domain_that_stopped_has_no_part_in_a_mean_that_is_made_here() -> None:
@@ -121,8 +139,7 @@ def test_a_result_has_means_of_domains_and_the_most_that_was_spent() -> None:
 
 
 def test_what_matters_comes_first_in_the_order_of_the_chart_page() -> None:
-    """MLflow sorts groups by name, and draws names without a group towards the end: there are none.
-    """
+    """MLflow sorts groups by name, and draws names without a group towards the end: there are none."""
     row = a_round(*DOMAINS, **{f"train/{name}/loss_{i}": 0.1 for name in DOMAINS for i in range(6)})
     result = {
         "domains": {name: {"test": measured(0.1)} for name in DOMAINS},
@@ -136,9 +153,13 @@ def test_what_matters_comes_first_in_the_order_of_the_chart_page() -> None:
     assert groups == ["all", "domain/books", "domain/films", "domain/games", "time", "traffic",
                       "train/books", "train/films", "train/games"]  # fmt: skip
     assert {name for name in told if name.startswith("all/")} == {
-        "all/best_recall_at_20", "all/stage", "all/test_ndcg_at_20", "all/test_recall_at_20", "all/val_ndcg_at_20",
+        "all/best_recall_at_20",
+        "all/stage",
+        "all/test_ndcg_at_20",
+        "all/test_recall_at_20",
+        "all/val_ndcg_at_20",
         "all/val_recall_at_20",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -175,8 +196,17 @@ def test_a_study_is_judged_by_its_final_runs() -> None:
 
 
 def test_columns_of_a_table_of_runs() -> None:
-    names = ["all/best_recall_at_20", "domain/b/test_recall_at_20", "domain/a/test_recall_at_20", "domain/a/test_ndcg_at_20",
-             "all/stage", "all/test_ndcg_at_20", "all/test_recall_at_20", "train/a/loss", "all/val_recall_at_20"]  # fmt: skip
+    names = [
+        "all/best_recall_at_20",
+        "domain/b/test_recall_at_20",
+        "domain/a/test_recall_at_20",
+        "domain/a/test_ndcg_at_20",
+        "all/stage",
+        "all/test_ndcg_at_20",
+        "all/test_recall_at_20",
+        "train/a/loss",
+        "all/val_recall_at_20",
+    ]
     chosen = metric_names.columns(names)
     assert chosen[:3] == ["all/test_recall_at_20", "all/best_recall_at_20", "all/test_ndcg_at_20"]
     assert chosen[3:] == ["domain/a/test_recall_at_20", "domain/b/test_recall_at_20"]

@@ -1,5 +1,4 @@
-"""The link that `crossfed ui` prints: a shared view of MLflow's table of runs, kept in the store.
-"""
+"""The link that `crossfed ui` prints: a shared view of MLflow's table of runs, kept in the store."""
 
 from __future__ import annotations
 
@@ -41,9 +40,13 @@ def test_the_links_open_runs_with_the_columns_that_matter(tmp_path: Path) -> Non
         assert links == {"crossfed": page}  # and none to an experiment without runs
         state = json.loads(experiment.tags["mlflow.sharedViewState.crossfed"])
         assert state["selectedColumns"] == [
-            "params.`data`", "params.`seed`", "metrics.`all/test_recall_at_20`", "metrics.`all/best_recall_at_20`",
-            "metrics.`domain/books/test_recall_at_20`", "params.`protocol`",
-        ]  # fmt: skip
+            "params.`data`",
+            "params.`seed`",
+            "metrics.`all/test_recall_at_20`",
+            "metrics.`all/best_recall_at_20`",
+            "metrics.`domain/books/test_recall_at_20`",
+            "params.`protocol`",
+        ]
         assert state["columnOrder"] == state["selectedColumns"]
 
 

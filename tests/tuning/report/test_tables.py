@@ -814,16 +814,39 @@ def test_a_stopped_trial_without_a_value_comes_last_of_its_kind() -> None:
 def test_csv_has_everything_unrounded() -> None:
     study = new_study()
     add(
-        study, "finished", 1 / 3, {"tau_a": math.inf}, {"tau_a": TAU}, domains={"A": 1 / 7}, seconds=61.25, cpu_seconds=120.5,
-        gpu_seconds=3.5, bytes_up=12345, epsilon=2.5, run_id="r", paper=True,
-    )  # fmt: skip
+        study,
+        "finished",
+        1 / 3,
+        {"tau_a": math.inf},
+        {"tau_a": TAU},
+        domains={"A": 1 / 7},
+        seconds=61.25,
+        cpu_seconds=120.5,
+        gpu_seconds=3.5,
+        bytes_up=12345,
+        epsilon=2.5,
+        run_id="r",
+        paper=True,
+    )
     add(study, "failed", None, {"tau_a": 1.0}, {"tau_a": TAU}, reason="a, b")
     first, second = csv.DictReader(io.StringIO(tables.trials_table(study).csv()))
     assert first == {
-        "trial": "0", "paper": "1", "status": "finished", "recall_at_20": str(1 / 3), "A recall_at_20": str(1 / 7),
-        "tau_a": "inf", "rounds": "10", "max_rounds": "10", "seconds": "61.25", "cpu_seconds": "120.5", "gpu_seconds": "3.5",
-        "bytes_up": "12345", "epsilon": "2.5", "run_id": "r", "reason": "",
-    }  # fmt: skip
+        "trial": "0",
+        "paper": "1",
+        "status": "finished",
+        "recall_at_20": str(1 / 3),
+        "A recall_at_20": str(1 / 7),
+        "tau_a": "inf",
+        "rounds": "10",
+        "max_rounds": "10",
+        "seconds": "61.25",
+        "cpu_seconds": "120.5",
+        "gpu_seconds": "3.5",
+        "bytes_up": "12345",
+        "epsilon": "2.5",
+        "run_id": "r",
+        "reason": "",
+    }
     assert (second["recall_at_20"], second["reason"], second["paper"]) == ("", "a, b", "0")
 
 
