@@ -374,7 +374,9 @@ def expert_shares(p: Tensor, chosen: Tensor) -> Tensor:
 
 
 class SharedExperts(nn.Module):
-    """The part of a layer's experts that crosses: the shared ones and their router rows [n, dim]."""
+    """The part of a layer's experts that crosses: the shared ones and their router rows [n,
+    dim].
+    """
 
     def __init__(self, n: int, dim: int, inner: int) -> None:
         super().__init__()

@@ -87,7 +87,9 @@ def init_server(config: Config, ctx: Context) -> Server:
 
 
 def stages(config: Config) -> tuple[Stage, ...]:
-    """One federated stage; Eq. (1)'s weights p_k = n_k / n are those of `parts.averaging.average`."""
+    """One federated stage; Eq. (1)'s weights p_k = n_k / n are those of
+    `parts.averaging.average`.
+    """
     return (
         Stage(
             "federated",

@@ -180,7 +180,9 @@ def pair_loss(positive: Tensor, negative: Tensor) -> Tensor:
 
 
 def softmax_loss(logits: Tensor, items: Tensor) -> Tensor:
-    """Eq. (4): the mean of -ln softmax(s_u)_i over all items. [b, n_items], int64 [b] -> a scalar."""
+    """Eq. (4): the mean of -ln softmax(s_u)_i over all items. [b, n_items], int64 [b] -> a
+    scalar.
+    """
     return F.cross_entropy(logits, items)
 
 

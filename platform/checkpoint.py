@@ -340,7 +340,9 @@ def final_folder(partial: Path) -> Path:
 
 
 def _complete(folder: Path, files: Iterable[str], parts: Sequence[str]) -> None:
-    """Raise CrossfedError unless a folder holds these files, and they hold the state of every part."""
+    """Raise CrossfedError unless a folder holds these files, and they hold the state of every
+    part.
+    """
     listed, needed = (
         set(files),
         {f"{part}{suffix}" for part in parts for suffix in (".json", ".safetensors")},

@@ -44,7 +44,9 @@ class SummaryRow:
 
 
 def number(value: float) -> str:
-    """Four significant digits: 0.1234, 12.35, 1235; counts from ten on as they are; a dash for NaN."""
+    """Four significant digits: 0.1234, 12.35, 1235; counts from ten on as they are; a dash for
+    NaN.
+    """
     if math.isnan(value):
         return "–"
     if math.isinf(value):

@@ -1,4 +1,6 @@
-"""The one reader of YAML: `yaml.safe_load`, and a key that stands twice in one mapping is an error."""
+"""The one reader of YAML: `yaml.safe_load`, and a key that stands twice in one mapping is an
+error.
+"""
 
 from __future__ import annotations
 

@@ -597,7 +597,9 @@ class Study:
         return max(0, self.search.trials - self.begun()) + len(self.trials(TrialState.RUNNING))
 
     def over(self) -> bool:
-        """Whether the study came to its end: no trial was left running, and its summary is there."""
+        """Whether the study came to its end: no trial was left running, and its summary is
+        there.
+        """
         return not self.trials(TrialState.RUNNING) and (self.folder / SUMMARY).is_file()
 
     def next(self) -> Task | None:

@@ -205,7 +205,9 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention to the memory, then a feed-forward net; both residual with the norm after the sum."""
+    """Attention to the memory, then a feed-forward net; both residual with the norm after the
+    sum.
+    """
 
     def __init__(self, config: GeneratorConfig) -> None:
         super().__init__()

@@ -78,7 +78,9 @@ def windows(data: Interactions, length: int, cut: Cut, rng: np.random.Generator)
 
 
 def histories(data: Interactions, length: int) -> Windows:
-    """The last `length` items of every user who has any: what the next recommendation is made from."""
+    """The last `length` items of every user who has any: what the next recommendation is made
+    from.
+    """
     sizes = np.diff(data.indptr)
     user = np.flatnonzero(sizes)
     count = np.minimum(sizes[user], length)

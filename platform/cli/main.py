@@ -440,7 +440,9 @@ def specs(
 
 @data_app.command()
 def stats(directory: Annotated[Path, typer.Argument(help="A prepared data directory.")]) -> None:
-    """Users, items, interactions, average length, density and overlap of a prepared data directory."""
+    """Users, items, interactions, average length, density and overlap of a prepared data
+    directory.
+    """
     from crossfed.platform.data.store import PreparedData
 
     _stats_table(PreparedData.open(directory))

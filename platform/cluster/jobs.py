@@ -171,7 +171,9 @@ def _value(words: Sequence[str], option: str) -> str | None:
 
 
 def _joins(words: Sequence[str]) -> bool:
-    """Whether the command takes an address: what goes on with a run or study has it from its files."""
+    """Whether the command takes an address: what goes on with a run or study has it from its
+    files.
+    """
     if words[0] == "run" and _value(words, "--resume") is not None:
         return False
     return not (words[0] == "tune" and words[1:2] and words[1] in ("resume", "extend", "show"))

@@ -122,7 +122,9 @@ class Opened:
                 recode.decode(b"", final=True)
 
     def blocks(self, size: int = BLOCK) -> Iterator[bytes]:
-        """Blocks of about `size` bytes, each of whole lines; only the last may lack its line break."""
+        """Blocks of about `size` bytes, each of whole lines; only the last may lack its line
+        break.
+        """
         left: list[bytes] = []
         for piece in self._pieces(size):
             end = piece.rfind(b"\n") + 1

@@ -50,7 +50,9 @@ def ratio_counts(n: Int64s) -> tuple[Int64s, Int64s, Int64s]:
 
 
 def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finaliser (Steele, Lea and Flood, 2014), elementwise; arithmetic is modulo 2⁶⁴."""
+    """SplitMix64's finaliser (Steele, Lea and Flood, 2014), elementwise; arithmetic is modulo
+    2⁶⁴.
+    """
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -63,7 +63,9 @@ def file_sha256(path: Path) -> str:
 
 
 def valid_domain_name(name: str) -> bool:
-    """Whether a domain may have this name: letters, digits, `_`, `-` and `.`, and not the server's."""
+    """Whether a domain may have this name: letters, digits, `_`, `-` and `.`, and not the
+    server's.
+    """
     return bool(_NAME.fullmatch(name)) and name != SERVER
 
 
@@ -227,7 +229,9 @@ class DomainWriter:
         )
 
     def append_items(self, ids: Sequence[str], texts: Sequence[str]) -> None:
-        """Add the next items, numbered on from those before; `texts` has "" where an item has none."""
+        """Add the next items, numbered on from those before; `texts` has "" where an item has
+        none.
+        """
         table = self._tables["items"]
         self._without_text += sum(not text for text in texts)
         table.append(np.arange(table.rows, table.rows + len(ids), dtype=np.int32), ids, texts)

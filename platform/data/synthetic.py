@@ -981,7 +981,9 @@ def _brands(rng: np.random.Generator, per_taste: int) -> tuple[tuple[str, ...], 
 def _texts(
     taste: Ints, kind: Ints, tastes: _Tastes, types: Sequence[str], rng: np.random.Generator
 ) -> list[str]:
-    """Readable product text of a block of items; `types` are the names of the shop's product types."""
+    """Readable product text of a block of items; `types` are the names of the shop's product
+    types.
+    """
     drawn = {
         attribute: (rng.random((len(taste), 1)) >= tastes.preferred[attribute][taste])
         .sum(axis=1)

@@ -178,7 +178,9 @@ def join_fields(row: Mapping[str, object], fields: Sequence[str]) -> str:
 
 
 class Encoder(Protocol):
-    """Turns texts into vectors of one width; the same text gives the same vector at every domain."""
+    """Turns texts into vectors of one width; the same text gives the same vector at every
+    domain.
+    """
 
     @property
     def id(self) -> str:

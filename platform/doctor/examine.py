@@ -169,7 +169,9 @@ def _tell_apart(reports: list[Report]) -> None:
 def _gather(
     sent: dict[Any, tuple[dict[str, Any], float]], patience: float
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Answers in the order asked, with the skew of each clock; who is not back in time is silent."""
+    """Answers in the order asked, with the skew of each clock; who is not back in time is
+    silent.
+    """
     found: dict[Any, dict[str, Any]] = {}
     waiting, end = list(sent), time.monotonic() + patience
     while waiting and (left := end - time.monotonic()) > 0:

@@ -78,7 +78,9 @@ Looks = Mapping[str, Callable[[], Any]]
 
 
 def within(patience: float, *groups: Looks) -> dict[str, Any]:
-    """Run groups of looks side by side; what does not come back in time is told, and left behind."""
+    """Run groups of looks side by side; what does not come back in time is told, and left
+    behind.
+    """
     found: dict[str, Any] = {}
 
     def run(looks: Looks) -> None:
@@ -197,7 +199,9 @@ def _encoder(name: str) -> dict[str, Any]:
 
 
 def _auth() -> dict[str, Any]:
-    """The mode this process was started with. Of the token itself nothing is told, not even a hash."""
+    """The mode this process was started with. Of the token itself nothing is told, not even a
+    hash.
+    """
     return {"mode": os.environ.get("RAY_AUTH_MODE", "disabled").lower()}
 
 

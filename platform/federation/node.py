@@ -682,7 +682,9 @@ class Nodes(Protocol):
         """
 
     def load_state(self, folder: Path) -> dict[str, dict[str, Any]]:
-        """Every node continues from `folder`; returns the unread messages as handles, by receiver."""
+        """Every node continues from `folder`; returns the unread messages as handles, by
+        receiver.
+        """
 
     def placement(self) -> dict[str, dict[str, Any]]:
         """Where every node runs: host, process, device."""

@@ -363,7 +363,9 @@ class Rounds:
     def _phases(
         self, index: int, part: str, phases: tuple[Phase, ...], round: int
     ) -> dict[str, float]:
-        """Run phases in order; what one sends is what the receiver's next phase finds in its inbox."""
+        """Run phases in order; what one sends is what the receiver's next phase finds in its
+        inbox.
+        """
         metrics: dict[str, float] = {}
         for number, phase in enumerate(phases):
             domains = (

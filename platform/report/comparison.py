@@ -365,7 +365,9 @@ def _difference(effect: Effect) -> tuple[str, ...]:
 
 
 def _paired(effect: Effect, seeds: Comparison) -> Effect:
-    """An effect with the difference on the seeds of both rows in place of that of the rows' means."""
+    """An effect with the difference on the seeds of both rows in place of that of the rows'
+    means.
+    """
     return replace(effect, difference=seeds.difference, base=effect.seeds_base)
 
 

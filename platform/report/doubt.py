@@ -25,7 +25,9 @@ STEEP = 0.8
 
 
 def n_candidates(result: Mapping[str, Any]) -> int | None:
-    """How many items a true item is ranked among under a run's protocol; None where all are ranked."""
+    """How many items a true item is ranked among under a run's protocol; None where all are
+    ranked.
+    """
     protocol = PROTOCOLS.get(result["protocol"])
     return None if protocol is None or protocol.negatives is None else protocol.negatives + 1
 

@@ -373,7 +373,9 @@ def _series(history: History, kind: str) -> dict[tuple[str, str], tuple[Array, A
 
 
 def _main_metrics(recorded: Mapping[tuple[str, str], Any]) -> tuple[str, ...]:
-    """The metric that selects (the only one with a mean over domains) and the NDCG at its cut-off."""
+    """The metric that selects (the only one with a mean over domains) and the NDCG at its
+    cut-off.
+    """
     names = list(dict.fromkeys(name for _, name in recorded))
     chosen = [name for node, name in recorded if node == "mean"][:1] or names[:1]
     chosen += [

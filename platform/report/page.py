@@ -59,7 +59,9 @@ class Page:
         return "\n\n".join(parts) + "\n"
 
     def html(self) -> str:
-        """One self-contained file: style, tables and pictures are inside, and nothing is fetched."""
+        """One self-contained file: style, tables and pictures are inside, and nothing is
+        fetched.
+        """
         return _TEMPLATE.render(page=self)
 
 

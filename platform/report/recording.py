@@ -61,7 +61,9 @@ def run_title(config: RunConfig, run_dir: Path, data: str) -> str:
 
 
 def model_title(config: RunConfig, data: str, domain: str) -> str:
-    """What MLflow calls a domain's model: method, data, domain, and the study that it comes from."""
+    """What MLflow calls a domain's model: method, data, domain, and the study that it comes
+    from.
+    """
     study = config.tracking.tags.get("study")
     return "-".join([config.method, data, domain, *([study] if study else [])])
 

@@ -38,7 +38,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column's heading, the heading above that it shares with its neighbours, and its alignment."""
+    """A column's heading, the heading above that it shares with its neighbours, and its
+    alignment.
+    """
 
     name: str
     group: str = ""

@@ -175,7 +175,9 @@ def _rows(name: str, data: Any) -> list[dict[str, Any]]:
 
 
 def _from_csv(body: bytes) -> list[dict[str, Any]]:
-    """Requests from text/csv with a header: cells are text, `k` a number; an empty cell is absent."""
+    """Requests from text/csv with a header: cells are text, `k` a number; an empty cell is
+    absent.
+    """
     try:
         reader = csv.reader(io.StringIO(body.decode("utf-8-sig"), newline=""), strict=True)
         lines = [line for line in reader if line]

@@ -173,7 +173,9 @@ def tokeniser_loss(
 
 
 def principal_axes(x: Tensor, dim: int) -> Tensor:
-    """The `dim` orthonormal directions of largest variance of centred rows, [n, d_x] -> [d_x, dim]."""
+    """The `dim` orthonormal directions of largest variance of centred rows, [n, d_x] -> [d_x,
+    dim].
+    """
     x = x.double()
     axes: Tensor = torch.linalg.eigh(x.T @ x).eigenvectors.flip(1)[:, :dim]
     return axes
@@ -412,7 +414,9 @@ class Training:
         self.done = 0
 
     def epoch(self) -> dict[str, float]:
-        """One pass over all vectors; returns the mean of every loss term over this process's part."""
+        """One pass over all vectors; returns the mean of every loss term over this process's
+        part.
+        """
         _, rng = generators(self.seed, "tokeniser", self.done + 1)
         for group in self.optimiser.param_groups:
             group["lr"] = self.lr * 0.5 * (1 + math.cos(math.pi * self.done / self.epochs))

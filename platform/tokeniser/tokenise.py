@@ -198,7 +198,9 @@ def collision_rate(sids: npt.NDArray[np.int64]) -> float:
 
 
 def describe(config: RunConfig, artifacts: Mapping[str, Mapping[str, Array]]) -> dict[str, Any]:
-    """What the tokeniser of a run is like, from what `tokenise` returned; goes into `result.json`."""
+    """What the tokeniser of a run is like, from what `tokenise` returned; goes into
+    `result.json`.
+    """
     spec, any_domain = Spec.of(config), next(iter(artifacts.values()))
     perplexity, dead = codebook_use(
         np.concatenate([found[SIDS] for found in artifacts.values()]), spec.codebook

@@ -289,7 +289,9 @@ class Tracker:
             self._submit({"op": "tags", "tags": {"mlflow.note.content": text[:TAG_LIMIT]}})
 
     def figure(self, figure: Figure, name: str) -> None:
-        """Save a figure as `<run>/figures/<name>.png` and record it; saved with tracking off, too."""
+        """Save a figure as `<run>/figures/<name>.png` and record it; saved with tracking off,
+        too.
+        """
         path = self._dir / "figures" / f"{name}.png"
         try:
             path.parent.mkdir(exist_ok=True)

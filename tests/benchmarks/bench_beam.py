@@ -212,7 +212,9 @@ class Peer(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
 
 def python_trie(sids: np.ndarray) -> Callable[[int, Tensor], list[int]]:
-    """The usual `prefix_allowed_tokens_fn`: a dictionary from prefix to the tokens that may follow."""
+    """The usual `prefix_allowed_tokens_fn`: a dictionary from prefix to the tokens that may
+    follow.
+    """
     following: dict[tuple[int, ...], set[int]] = defaultdict(set)
     for path in (sids + CODES * np.arange(LEVELS)).tolist():
         for level, token in enumerate(path):

@@ -39,7 +39,9 @@ LARGE = synthetic.PRESETS["large"]
 
 
 def prepared(scale: float) -> Path:
-    """The synthetic shops of that share of users and items, generated once and kept in the cache."""
+    """The synthetic shops of that share of users and items, generated once and kept in the
+    cache.
+    """
     sizes = {
         key: tuple(max(200, round(scale * n)) for n in LARGE[key]) for key in ("users", "items")
     }

@@ -242,7 +242,9 @@ def test_a_server_away_for_the_middle_third(
 def test_a_server_that_hangs_for_the_middle_third(
     server: Server, calm: Done, shops: Path, tmp_path: Path
 ) -> None:
-    """Stopped as a process: it holds the connection, and answers what it was sent once it goes on."""
+    """Stopped as a process: it holds the connection, and answers what it was sent once it goes
+    on.
+    """
     at = {
         ROUNDS // 3: lambda: server.signal(signal.SIGSTOP),
         2 * ROUNDS // 3: lambda: server.signal(signal.SIGCONT),

@@ -1,4 +1,6 @@
-"""Two studies on one cluster that loses a machine; `two_studies.py` by itself shows what it does."""
+"""Two studies on one cluster that loses a machine; `two_studies.py` by itself shows what it
+does.
+"""
 
 from __future__ import annotations
 

@@ -112,7 +112,9 @@ def context(
 
 
 class Federation:
-    """Domains and a server after the local stage and the opening phases; `round()` runs one round."""
+    """Domains and a server after the local stage and the opening phases; `round()` runs one
+    round.
+    """
 
     def __init__(self, names=NAMES, **sets: object) -> None:
         self.names = names
@@ -472,7 +474,9 @@ def test_one_domain_gets_itself():
 
 
 def test_eq_19_every_domain_gets_its_own_average():
-    """Eq. (19): W̄_i = Σ_j ω_ij W_j, tensor by tensor, with the weights of Eq. (20); they are told."""
+    """Eq. (19): W̄_i = Σ_j ω_ij W_j, tensor by tensor, with the weights of Eq. (20); they are
+    told.
+    """
     inbox = uploads()
     out = answer(inbox, 0.1)
     p, n = (
@@ -555,7 +559,9 @@ def test_infinity_survives_yaml_json_and_the_command_line():
 
 
 def test_eq_24_by_hand():
-    """Eq. (24): 2 + 0.1 · 3 + 0.01 · 5 + 7 = 9.35; terms that an ablation leaves out count nothing."""
+    """Eq. (24): 2 + 0.1 · 3 + 0.01 · 5 + 7 = 9.35; terms that an ablation leaves out count
+    nothing.
+    """
     terms = {"loss_sid": 2.0, "loss_dense": 3.0, "loss_balance": 5.0, "penalty": 7.0}
     tensors = {name: torch.tensor(value) for name, value in terms.items()}
     assert float(objective(tensors, 0.1, 0.01)) == pytest.approx(9.35)
@@ -563,7 +569,9 @@ def test_eq_24_by_hand():
 
 
 def test_the_proximal_term_holds_shared_parameters_back_and_not_the_local_ones():
-    """μ of Eq. (24): with a large one the uploads hardly move, the private expert and the head do."""
+    """μ of Eq. (24): with a large one the uploads hardly move, the private expert and the head
+    do.
+    """
 
     def moved(mu: float) -> tuple[float, float]:
         run = Federation(("books",), mu=mu, local_epochs=3, clip=1e9)

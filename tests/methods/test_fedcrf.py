@@ -302,7 +302,9 @@ def test_propagation_against_dense_matrices() -> None:
 
 
 def test_attention_against_a_slow_softmax() -> None:
-    """Eq. (11): q_if = exp(wᵀx_if + b_f) / Σ_f exp(wᵀx_if + b_f); every item's weights sum to one."""
+    """Eq. (11): q_if = exp(wᵀx_if + b_f) / Σ_f exp(wᵀx_if + b_f); every item's weights sum to
+    one.
+    """
     features, w, b = tensor(4, 3, 5), tensor(5, seed=1), tensor(3, seed=2)
     q = fedcrf.attention(features, w, b)
     for i in range(4):
@@ -705,7 +707,9 @@ def test_the_first_batch_of_pretraining_against_the_equations() -> None:
 
 
 def test_the_first_batch_of_finetuning_against_the_equations() -> None:
-    """L_rec, L_con, L_kd and L2 of the only batch, before any step, and the step itself, Eq. (23)."""
+    """L_rec, L_con, L_kd and L2 of the only batch, before any step, and the step itself, Eq.
+    (23).
+    """
     config = small(batch_size=1000, rounds=1, alpha=0.3, beta=0.4, lr_decay=1.0)
     run = Run(config).stage("pretrain")
     run.phases("finetune", 0, METHOD.stages(config)[1].open)

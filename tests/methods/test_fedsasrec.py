@@ -217,7 +217,9 @@ def test_it_is_federated_in_one_stage():
 
 
 def test_a_domain_scores_with_the_average():
-    """After a round the scores are those of the averaged network, not of the one that was trained."""
+    """After a round the scores are those of the averaged network, not of the one that was
+    trained.
+    """
     run = Federation()
     state = run.states["books"]
     users = np.arange(5)

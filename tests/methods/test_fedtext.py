@@ -64,7 +64,9 @@ def test_eq_1_adds_an_offset_to_the_map_of_the_text():
 
 
 def test_eq_2_is_a_product_and_the_floor_at_its_weight():
-    """Eq. (2): p·z = 1·3 + 2·4 = 11 and 1·0 + 2·1 = 2; with κ = 10 and floors .5 and 0: 16 and 2."""
+    """Eq. (2): p·z = 1·3 + 2·4 = 11 and 1·0 + 2·1 = 2; with κ = 10 and floors .5 and 0: 16 and
+    2.
+    """
     p, z = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0], [0.0, 1.0]])
     assert scores(p, z, None, 10.0).tolist() == [[11, 2]]
     assert scores(p, z, torch.tensor([[0.5, 0.0]]), 10.0).tolist() == [[16, 2]]

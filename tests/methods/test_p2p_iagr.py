@@ -134,7 +134,9 @@ def test_eq_3_and_eq_4_by_hand():
 
 
 def test_eq_6_by_hand():
-    """Eq. (6), a sum: differences 2·(3 − 1) = 4 and −1·(0 − 2) = 2, so ln(1 + e⁻⁴) + ln(1 + e⁻²)."""
+    """Eq. (6), a sum: differences 2·(3 − 1) = 4 and −1·(0 − 2) = 2, so ln(1 + e⁻⁴) + ln(1 +
+    e⁻²).
+    """
     user, positive, negative = (
         torch.tensor([[2.0], [-1.0]]),
         torch.tensor([[3.0], [0.0]]),

@@ -1,4 +1,6 @@
-"""Clipping bounds, and the noise against the distribution it claims to have, by statistical tests."""
+"""Clipping bounds, and the noise against the distribution it claims to have, by statistical
+tests.
+"""
 
 import math
 

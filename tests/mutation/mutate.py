@@ -178,7 +178,9 @@ def _with(node: ast.AST, **fields: object) -> ast.AST:
 
 
 class _Walk(ast.NodeTransformer):
-    """Visits all places of all functions in order; puts one replacement in where `wanted` says so."""
+    """Visits all places of all functions in order; puts one replacement in where `wanted` says
+    so.
+    """
 
     def __init__(self, wanted: int | None) -> None:
         self.wanted, self.names, self.found = wanted, [], []
@@ -242,7 +244,9 @@ def _short(node: ast.AST, changed: ast.AST) -> tuple[str, str]:
 
 
 def mutants(source: str) -> list[Mutant]:
-    """All mutants of a module's source; equal changes in one function are told apart by a number."""
+    """All mutants of a module's source; equal changes in one function are told apart by a
+    number.
+    """
     walk = _Walk(None)
     walk.visit(ast.parse(source))
     seen: Counter[str] = Counter()

@@ -318,7 +318,9 @@ WRITES_INBOX = _method(
 
 
 def _die_once(state: Toy, ctx: Context) -> None:
-    """Die once, in the third round of one domain: the marker file remembers that it has happened."""
+    """Die once, in the third round of one domain: the marker file remembers that it has
+    happened.
+    """
     import os
     from pathlib import Path
 

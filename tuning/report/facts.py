@@ -202,7 +202,9 @@ class StudyFacts:
 
     @property
     def paper(self) -> TrialFacts | None:
-        """The trial of the paper's setting; a finished one before others, should there be several."""
+        """The trial of the paper's setting; a finished one before others, should there be
+        several.
+        """
         found = [trial for trial in self.trials if trial.paper]
         return min(
             found, key=lambda trial: (STATUSES.index(trial.status), trial.number), default=None
@@ -233,7 +235,9 @@ class StudyFacts:
         )
 
     def front(self) -> tuple[TrialFacts, ...]:
-        """Finished trials that no other finished trial dominates, ordered by the first objective."""
+        """Finished trials that no other finished trial dominates, ordered by the first
+        objective.
+        """
         finished = self.scored("finished")
         chosen = (
             {trial.number for trial in _refit(self, finished).best_trials} if finished else set()

@@ -400,7 +400,9 @@ def _importance_table(found: Sequence[Importance]) -> Table:
 
 
 def pareto_table(study: optuna.Study) -> Table | None:
-    """The Pareto front of the finished trials, by the first objective; None for a single objective."""
+    """The Pareto front of the finished trials, by the first objective; None for a single
+    objective.
+    """
     return _pareto_table(StudyFacts.of(study))
 
 

@@ -43,7 +43,9 @@ class Tables:
 
 
 def by_loop(model: Tables, sids: np.ndarray, users: int) -> np.ndarray:
-    """Σ_l log p(c_l | user, c_1 … c_{l-1}) of every item, one number after the other, in float64."""
+    """Σ_l log p(c_l | user, c_1 … c_{l-1}) of every item, one number after the other, in
+    float64.
+    """
     scores = np.zeros((users, len(sids)))
     for user in range(users):
         for item, codes in enumerate(sids.tolist()):

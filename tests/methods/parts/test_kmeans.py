@@ -1,4 +1,6 @@
-"""Weighted K-means: each step by hand, plain Lloyd as a reduction, and scikit-learn's conventions."""
+"""Weighted K-means: each step by hand, plain Lloyd as a reduction, and scikit-learn's
+conventions.
+"""
 
 from __future__ import annotations
 

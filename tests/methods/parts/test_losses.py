@@ -53,7 +53,9 @@ def test_info_nce_against_loops(keep_positive, temperature):
 
 @pytest.mark.parametrize(("keep_positive", "candidates"), [(True, 6), (False, 5)])
 def test_info_nce_of_indistinguishable_rows(keep_positive, candidates):
-    """All similarities equal: the positive is one of so many candidates, whatever the temperature."""
+    """All similarities equal: the positive is one of so many candidates, whatever the
+    temperature.
+    """
     same = torch.ones(6, 4)
     assert info_nce(same, same, 0.1, keep_positive).item() == pytest.approx(
         math.log(candidates), rel=1e-5
@@ -100,7 +102,9 @@ def test_bernoulli_kl_against_torch():
 
 
 def test_bernoulli_kl_limits():
-    """Zero where both agree; for certain p and opposite q it is |q|; gradients stay finite there."""
+    """Zero where both agree; for certain p and opposite q it is |q|; gradients stay finite
+    there.
+    """
     extremes = torch.tensor([-1e4, -50.0, 0.0, 50.0, 1e4])
     assert torch.equal(bernoulli_kl(extremes, extremes), torch.zeros(5))
     p = torch.tensor([1e4, -1e4, 1e4], requires_grad=True)

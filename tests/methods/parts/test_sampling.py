@@ -1,4 +1,6 @@
-"""Negatives are unseen and uniform, positives come once each, and the generator decides everything."""
+"""Negatives are unseen and uniform, positives come once each, and the generator decides
+everything.
+"""
 
 from collections import Counter
 

@@ -137,7 +137,9 @@ def test_effective_rank_by_hand() -> None:
 
 
 def test_effective_rank_of_unequal_singular_values() -> None:
-    """Singular values 2 and 1: shares 2/3 and 1/3, entropy ln 3 − ⅔ ln 2, so the rank is 3 / 2^⅔."""
+    """Singular values 2 and 1: shares 2/3 and 1/3, entropy ln 3 − ⅔ ln 2, so the rank is 3 /
+    2^⅔.
+    """
     a, b = 2**0.5, 0.5**0.5
     x = torch.tensor([[a, 0.0], [-a, 0.0], [0.0, b], [0.0, -b]])
     assert effective_rank(x) == pytest.approx(3 / 2 ** (2 / 3), rel=1e-6)

@@ -1,4 +1,6 @@
-"""Placement: shares, the preflight's words, invented GPUs on a real Ray, the device Ray assigned."""
+"""Placement: shares, the preflight's words, invented GPUs on a real Ray, the device Ray
+assigned.
+"""
 
 from __future__ import annotations
 

@@ -384,7 +384,9 @@ def test_a_web_server_that_is_not_rays() -> None:
 
 @pytest.fixture
 def head(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A Ray head with a job server, started as cluster.yaml does; the environment that reaches it."""
+    """A Ray head with a job server, started as cluster.yaml does; the environment that reaches
+    it.
+    """
     pytest.importorskip(
         "aiohttp_cors", reason="the job server needs pip install -e '.[test,cluster]'"
     )

@@ -21,7 +21,9 @@ def csr(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def run(
     scores: np.ndarray, seen: np.ndarray, truth: np.ndarray, ks, users=None, **options
 ) -> Ranking:
-    """Rank with whole matrices: scores [n_users, n_items], seen and truth bool of the same shape."""
+    """Rank with whole matrices: scores [n_users, n_items], seen and truth bool of the same
+    shape.
+    """
     table = torch.as_tensor(scores)
     users = np.arange(len(scores)) if users is None else users
     return rank(
@@ -260,7 +262,9 @@ def test_candidates_of_other_users_are_refused():
 
 @pytest.mark.parametrize("clash", ["seen", "truth"])
 def test_candidates_of_other_data_are_refused(clash):
-    """A candidate that the user has seen, or that is held out, was drawn from other interactions."""
+    """A candidate that the user has seen, or that is held out, was drawn from other
+    interactions.
+    """
     seen, truth = np.array([[True, False, False, False]]), np.array([[False, True, False, False]])
     candidates = Candidates(
         np.array([0]), np.array([[0 if clash == "seen" else 1, 2]], np.int32), 4

@@ -229,7 +229,9 @@ def test_processes_that_start_one_after_the_other_are_waited_for(world: World) -
 
 
 def test_a_start_without_a_sign_of_life_ends_with_advice(world: World) -> None:
-    """The server is up, answers, and proves nothing for books; the clock runs from when it came up."""
+    """The server is up, answers, and proves nothing for books; the clock runs from when it came
+    up.
+    """
     actors = {"server": Actor(world), "books": Actor(world, delay=1e9)}
     with pytest.raises(
         CrossfedError,

@@ -394,7 +394,9 @@ def test_solo_delivers_nothing_of_others() -> None:
 
 
 def test_a_domain_alone_hears_of_nobody(data: Path, tmp_path: Path) -> None:
-    """The sum that a twin is answered is its own demand, of one domain, and it is told of no peers."""
+    """The sum that a twin is answered is its own demand, of one domain, and it is told of no
+    peers.
+    """
     joint, solo = (sums(data, tmp_path, f"control={control}") for control in ("none", "solo"))
     for name, honest, alone in (("of", 2, 1), ("peers", 1, 0)):
         assert by_name(joint, name) == dict.fromkeys(("left", "right"), [float(honest)] * 3)

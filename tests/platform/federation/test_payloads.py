@@ -87,7 +87,9 @@ FORGED = {
 
 @pytest.mark.parametrize("kind", FORGED)
 def test_a_receiver_does_not_take_the_senders_word(kind: str) -> None:
-    """What a sender's own check should have refused is refused before the receiver's step sees it."""
+    """What a sender's own check should have refused is refused before the receiver's step sees
+    it.
+    """
     payload, words = FORGED[kind]
     server = gate(Field("x", Direction.UP, ("dim",), "x"))
     with pytest.raises(LeakError, match=rf"^books → server: .*{words}.*it was not read"):

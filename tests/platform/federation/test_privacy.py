@@ -81,7 +81,9 @@ def interrupted(settings: RunConfig, after: int) -> Path:
 
 @dataclass
 class OnRay:
-    """A run on Ray, and what its driver got to see: references it fetched, message handles, arrays."""
+    """A run on Ray, and what its driver got to see: references it fetched, message handles,
+    arrays.
+    """
 
     run_dir: Path
     result: dict[str, Any]

@@ -160,7 +160,9 @@ def test_a_run_of_before_memory_was_told(shops: Path, tmp_path: Path) -> None:
 
 
 def test_a_key_of_ranking_changes_alone(shops: Path, tmp_path: Path) -> None:
-    """One round, so that one beam and all items select the same state, and both can be trained for."""
+    """One round, so that one beam and all items select the same state, and both can be trained
+    for.
+    """
     sizes = (
         "levels=2",
         "codebook=4",

@@ -55,7 +55,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def copies(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Arm]]:
-    """The toy that copies, over two seeds with all arms, in a folder in which other runs lie, too."""
+    """The toy that copies, over two seeds with all arms, in a folder in which other runs lie,
+    too.
+    """
     out = tmp_path_factory.mktemp("copies")
     for sets, seed in ((("rounds=2",), 0), ((), 2)):
         run_recorded(config("toy_controls:COPIES", data, out, *sets, seed=seed), finish=final_test)

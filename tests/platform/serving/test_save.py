@@ -256,7 +256,9 @@ def sent(kind: str, body: Any) -> tuple[bytes, str]:
 
 
 def through_mlflow(model: Any, body: bytes, content_type: str) -> tuple[int, Any]:
-    """What `mlflow models serve` answers, without the wire: its own parsing and the loaded model."""
+    """What `mlflow models serve` answers, without the wire: its own parsing and the loaded
+    model.
+    """
     from mlflow.pyfunc import scoring_server
 
     try:
@@ -353,7 +355,9 @@ def test_every_format_gives_the_same_answer(
 def test_rows_that_say_different_things_are_refused_by_mlflow_and_answered_by_crossfed(
     run_dir: Path, films: Any, kind: str, body: Any, asked: tuple[Any, ...]
 ) -> None:
-    """MLflow's server takes such rows apart before the model sees them: a 400, and no wrong answer."""
+    """MLflow's server takes such rows apart before the model sees them: a 400, and no wrong
+    answer.
+    """
     assert through_mlflow(films, *sent(kind, body))[0] == 400
     status, rows = through_crossfed(films, *sent(kind, body))
     assert status == 200, rows
@@ -465,7 +469,9 @@ def test_other_content_types_are_left_to_mlflow() -> None:
 
 @pytest.fixture(params=["mlflow", "crossfed"])
 def server(request: Any, uris: dict[str, str], run_dir: Path, tmp_path: Path) -> Iterator[str]:
-    """`mlflow models serve` and `crossfed serve` on the model of films, started in an empty folder."""
+    """`mlflow models serve` and `crossfed serve` on the model of films, started in an empty
+    folder.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -157,7 +157,9 @@ def test_collision_by_hand() -> None:
 
 
 def test_the_terms_of_a_batch_against_a_loop(vectors: torch.Tensor) -> None:
-    """Every term of Eq. (4) from its definition, row by row, for a model that has left its start."""
+    """Every term of Eq. (4) from its definition, row by row, for a model that has left its
+    start.
+    """
     model = vae(vectors)
     Training(model, vectors, epochs=4, seed=0, **TRAINING).epoch()
     x = vectors[:37]

@@ -397,7 +397,9 @@ def test_a_method_finds_its_ids_and_the_result_tells_of_them(shops: Path, tmp_pa
 
 
 def test_ids_of_another_shape_are_not_used(shops: Path, tmp_path: Path) -> None:
-    """A search makes them once; a trial that wants other levels or another codebook makes its own."""
+    """A search makes them once; a trial that wants other levels or another codebook makes its
+    own.
+    """
     two = config(shops, tmp_path, "levels=2")
     given = made(two)
     assert fits(two, given)

@@ -139,7 +139,9 @@ def test_a_result_has_means_of_domains_and_the_most_that_was_spent() -> None:
 
 
 def test_what_matters_comes_first_in_the_order_of_the_chart_page() -> None:
-    """MLflow sorts groups by name, and draws names without a group towards the end: there are none."""
+    """MLflow sorts groups by name, and draws names without a group towards the end: there are
+    none.
+    """
     row = a_round(*DOMAINS, **{f"train/{name}/loss_{i}": 0.1 for name in DOMAINS for i in range(6)})
     result = {
         "domains": {name: {"test": measured(0.1)} for name in DOMAINS},

@@ -1,4 +1,6 @@
-"""The link that `crossfed ui` prints: a shared view of MLflow's table of runs, kept in the store."""
+"""The link that `crossfed ui` prints: a shared view of MLflow's table of runs, kept in the
+store.
+"""
 
 from __future__ import annotations
 
