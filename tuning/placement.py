@@ -8,6 +8,7 @@ from typing import Any
 
 from crossfed.platform.cluster import connect
 from crossfed.platform.config.settings import Resources, RunConfig
+from crossfed.platform.method import SERVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,8 @@ def slots(
     connect.preflight(wanted, machines, base.resources.placement)
     at_once = concurrent or _fitting(base, len(nodes), wanted, cpus, gpus)
     wanted = connect.fitted(base.resources, nodes, machines, at_once)
-    domain = next(share for name, share in wanted.items() if name != connect.SERVER)
-    server = wanted.get(connect.SERVER, domain)
+    domain = next(share for name, share in wanted.items() if name != SERVER)
+    server = wanted.get(SERVER, domain)
     resources = base.resources.model_copy(
         update={
             "cpus_per_domain": domain.cpus,
@@ -72,7 +73,7 @@ def slots(
     # are set aside (with MLflow)
     own = (
         {connect.SERVER_RESOURCE: connect.SLOT}
-        if set_aside and connect.SERVER not in nodes
+        if set_aside and SERVER not in nodes
         else dict[str, float]()
     )
     bundles = (own, *(share.bundle() for share in wanted.values()))

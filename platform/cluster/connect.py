@@ -170,7 +170,7 @@ def _unreachable(address: str, reason: str) -> CrossfedError:
 
 def _knock(where: str) -> None:
     """Raise OSError where nothing listens at `host:port`, or what listens does not speak gRPC."""
-    host, port = services.parse_address(where) or ("", "")
+    host, port = services.parse_address(where) or ("", "")  # type: ignore[attr-defined]  # Ray has no types here
     if not host or not str(port).isdecimal() or int(port) >= 2**16:
         raise ValueError("that is no host:port")
     with socket.create_connection((host, int(port)), timeout=_PATIENCE) as talk:
@@ -285,7 +285,7 @@ def _apart() -> Iterator[None]:
     module: Any = services
     usual: Any = module.ConsolePopen
 
-    class Apart(usual):
+    class Apart(usual):  # type: ignore[misc]  # Ray has no types here
         def __init__(self, *given: Any, **named: Any):
             super().__init__(*given, **{**named, "process_group": 0})
 

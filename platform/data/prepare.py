@@ -278,7 +278,7 @@ _MODELS: dict[tuple[type[BaseModel], str], type[BaseModel]] = {
 
 def keys() -> dict[str, list[tuple[str, str, str]]]:
     """Every key that a spec may hold: place → (key, default, meaning)."""
-    places = {
+    places: dict[str, type[BaseModel]] = {
         "spec": Spec,
         "spec: domains.NAME": DomainSpec,
         "recipe (of a spec or a domain)": Recipe,

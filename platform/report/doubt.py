@@ -15,7 +15,7 @@ from crossfed.platform.checkpoint import read_json
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation.chance import chance
 from crossfed.platform.evaluation.protocols import PROTOCOLS
-from crossfed.platform.federation.runs import RESULT
+from crossfed.platform.layout import RESULT
 from crossfed.platform.report.effects import per_user
 from crossfed.platform.report.finished import Finished, Split
 from crossfed.platform.report.tables import pretty

@@ -53,8 +53,9 @@ def _course(run: Finished, metric: str) -> tuple[list[int], list[float]]:
     domains = run.result["domains"]
     keeps = all("value" in (row.get("selected") or {}) for row in domains.values())
     course: tuple[list[int], list[float]] = ([], [])
-    # type: int, Any, Any, dict[str, float]
-    sent, stage, before, held = 0, None, (None, {}), dict[str, float]()
+    sent, stage = 0, None
+    before: tuple[Any, dict[str, Any]] = (None, {})
+    held: dict[str, float] = {}
     rows = history(run)
     crossing = {row["stage"] for row in rows if row["bytes_up"] or row["bytes_down"]}
     for row in rows:

@@ -28,7 +28,7 @@ import optuna
 
 from crossfed.platform.console import number, size
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.report.figures import pretty
+from crossfed.platform.report.tables import pretty
 
 Status = Literal["finished", "pruned", "failed", "killed", "running", "waiting", "unknown"]
 STATUSES: tuple[Status, ...] = (

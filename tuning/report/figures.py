@@ -32,7 +32,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, ScalarFormatter
 
 from crossfed.platform.console import size
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.report.figures import COLOURS, GREY, MARKERS, below, panels, pretty, save
+from crossfed.platform.report.figures import COLOURS, GREY, MARKERS, below, panels, save
+from crossfed.platform.report.tables import pretty
 from crossfed.tuning.report.facts import (
     Status,
     StudyFacts,

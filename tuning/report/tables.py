@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self
 
 import optuna
@@ -245,9 +246,7 @@ def _trial_row(facts: StudyFacts, trial: TrialFacts) -> tuple[Any, ...]:
 
 def _measured(facts: StudyFacts) -> list[Column]:
     """A column per objective and, where there are several domains, one per domain."""
-    objectives = [
-        Column(name, lambda value, name=name: value_text(name, value)) for name in facts.objectives
-    ]  # type: ignore[misc]
+    objectives = [Column(name, partial(value_text, name)) for name in facts.objectives]
     return objectives + [
         Column(d, number, csv_name=f"{d} {facts.metric}", spare=2) for d in facts.domains
     ]
