@@ -93,7 +93,7 @@ def _fitting(
         else float(nodes)
     )
     fits = [cpus / per]
-    domains = [share for name, share in wanted.items() if name != connect.SERVER]
+    domains = [share for name, share in wanted.items() if name != SERVER]
     if gpus and asked.device != "cpu" and asked.gpus_per_domain != 0:
         fits.append(gpus / sum(asked.gpus_per_domain or 1.0 for _ in domains))
     return max(1, int(min(fits) + 1e-9))
