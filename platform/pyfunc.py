@@ -1,3 +1,3 @@
-"""Where MLflow models saved before version 0.2 look for their loader."""
+"""Where MLflow models look for their loader that were saved before it moved to `serving`."""
 
 from crossfed.platform.serving.pyfunc import *  # noqa: F403
