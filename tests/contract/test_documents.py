@@ -135,3 +135,19 @@ def test_the_methods_example_runs_and_its_payloads_are_the_declared_ones(tmp_pat
     )
     done = run(code, tmp_path, tmp_path / "cache")
     assert done.returncode == 0, done.stderr
+
+
+def test_readmes_example_runs_word_for_word(tmp_path: Path) -> None:
+    done = run(example(ROOT / "README.md", "first"), tmp_path, tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    assert "recall_at_20" in done.stdout and "fedsasrec" in done.stdout
+
+
+def test_the_public_names_have_api_pages(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "pdoc", "-o", str(tmp_path), "crossfed", "crossfed.launch"],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
+    assert "time_budget" in (tmp_path / "crossfed" / "launch.html").read_text(encoding="utf-8")
