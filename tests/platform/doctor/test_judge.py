@@ -5,48 +5,16 @@ passes; nothing waits for ever.
 from __future__ import annotations
 
 import copy
-import http.server
-import json
-import os
 import re
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from crossfed.platform.cli.main import app
-from crossfed.platform.doctor import probe
 from crossfed.platform.doctor.judge import GIB, Finding, Wanted, can_start, judge, table
-
-WANTED = Wanted("/mnt/shared/runs", "http://127.0.0.1:5000", "minilm", set_aside=True)
-VERSIONS = {
-    "crossfed": "0.1.0",
-    "ray": "2.60.0",
-    "torch": "2.13.0",
-    "numpy": "2.4.1",
-    "optuna": "5.0.0",
-}
-
-
-def machine(name: str, gpus: int = 0, head: bool = False, driver: bool = False) -> dict[str, Any]:
-    """A sound machine; the driver runs on the head."""
-    return {
-        "name": name, "host": "head" if driver else name, "driver": driver, "head": head, "gpus": float(gpus),
-        "python": "3.11.14", "packages": dict(VERSIONS), "source": {"hash": "abc", "path": "/x"}, "skew": None if driver else 0.0,
-        "cuda": {"build": "12.8", "devices": ["L4"] * gpus}, "storage": {"writable": True, "same": True},
-        "mlflow": {"reached": True}, "encoder": {"name": "minilm"}, "auth": {"mode": "token"},
-        "disk": {"places": {"the runs": {"path": "/mnt/shared/runs", "free": 500 * GIB, "total": 1000 * GIB},
-                            "Ray's temporary files": {"path": "/tmp/ray", "free": 80 * GIB, "total": 150 * GIB}}},
-        "memory": {"free": 24 * GIB, "total": 32 * GIB},
-    }  # fmt: skip
+from doctored import WANTED, machine
 
 
 def sound() -> list[dict[str, Any]]:
@@ -211,189 +179,8 @@ def test_the_table_shows_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
 # -- looking ---------------------------------------------------------------------------------------
 
 
-def ask(tmp_path: Path, **other: Any) -> dict[str, Any]:
-    marker = tmp_path / "runs" / ".doctor"
-    marker.mkdir(parents=True)
-    (marker / "driver").write_text("word")
-    return {"node": "n1", "patience": 60, "out": str(tmp_path / "runs"), "marker": str(marker), "word": "word",
-            "tracking": None, "encoder": "hashing", "temp": str(tmp_path)} | other  # fmt: skip
-
-
-def test_a_look_at_this_machine(tmp_path: Path) -> None:
-    import torch
-
-    report = probe.look(ask(tmp_path))
-    json.dumps(report)
-    assert not [
-        name for name, told in report.items() if isinstance(told, dict) and "problem" in told
-    ], report
-    assert (
-        report["python"] == sys.version.split()[0]
-        and report["packages"]["torch"] == torch.__version__
-    )
-    assert len(report["source"]["hash"]) == 12 and report["storage"] == {
-        "writable": True,
-        "same": True,
-    }
-    assert (tmp_path / "runs/.doctor/n1").read_text() == "word"
-    assert 0 < report["memory"]["free"] < report["memory"]["total"]
-    assert report["began"] <= report["ended"] <= time.time()
-    driver = machine("this process", driver=True) | report
-    assert can_start(
-        judge([driver, {**driver, "name": "it", "driver": False, "skew": 0.0}], WANTED)
-    )
-
-
-def test_storage_that_is_another_or_cannot_be_written(tmp_path: Path) -> None:
-    asked = ask(tmp_path)
-    assert probe._storage(asked | {"word": "other"}) == {"writable": False, "same": False}
-    assert probe._storage(asked | {"marker": str(tmp_path / "elsewhere")}) == {
-        "writable": None,
-        "same": False,
-    }
-    blocked = tmp_path / "runs/.doctor/n2"
-    blocked.mkdir()  # a folder where the file would be
-    found = probe.within(5, {"storage": lambda: probe._storage(asked | {"node": "n2"})})
-    assert "directory" in found["storage"]["problem"].lower()
-
-
-def test_a_look_that_hangs_is_told_in_time() -> None:
-    release = threading.Event()
-    began = time.monotonic()
-    found = probe.within(
-        0.3, {"slow": lambda: release.wait(30), "after": lambda: 1}, {"fast": lambda: 2}
-    )
-    release.set()
-    assert time.monotonic() - began < 5
-    assert found == {
-        "slow": {"problem": "no answer within 0.3 s"},
-        "after": {"problem": "no answer within 0.3 s"},
-        "fast": 2,
-    }
-
-
-@pytest.mark.parametrize("status", [200, 401])
-def test_an_mlflow_server_that_answers_and_one_that_is_gone(status: int) -> None:
-    class Answer(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            """Not into the test's output."""
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        uri = f"http://127.0.0.1:{server.server_port}"
-        assert probe._mlflow(uri) == {"reached": True}
-        server.shutdown()
-    assert probe._mlflow(uri) == {"reached": False, "problem": "Connection refused"}
-    assert probe._mlflow(None) == {"reached": None}
-
-
-def test_a_running_cluster_is_examined(ray_cluster: None, tmp_path: Path) -> None:
-    from crossfed.platform.doctor.examine import examine
-
-    reports, wanted = examine(
-        None, str(tmp_path / "runs"), f"sqlite:///{tmp_path}/mlflow.db", "minilm", patience=120
-    )
-    found = judge(reports, wanted)
-    assert can_start(found), found
-    assert [row["driver"] for row in reports] == [True, False] and reports[1]["head"]
-    assert reports[1]["storage"] == {"writable": True, "same": True} and reports[1]["auth"] == {
-        "mode": "token"
-    }
-    assert abs(reports[1]["skew"]) < 2 and not (tmp_path / "runs").exists()
-
-
-def test_the_command_says_that_there_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.is_initialized", lambda: False)
-    done = CliRunner().invoke(app, ["doctor", "--address", "127.0.0.1:1"])
-    assert done.exit_code == 2
-    assert (
-        "cluster" in done.output
-        and "refused" in done.output
-        and ("No run can start: 1 error.") in done.output
-    )
-
-
-PLANTED = """
-import json, os, pathlib, signal, sys
-from ray.cluster_utils import Cluster
-root = pathlib.Path(sys.argv[1])
-def fake(name, version):
-    folder = root / f"{name}-{version}"
-    about = folder / f"{name}-{version}.dist-info"
-    about.mkdir(parents=True, exist_ok=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n")
-    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
-late = root / "late"
-late.mkdir()
-(late / "sitecustomize.py").write_text("import time\\nnow = time.time\\ntime.time = lambda: now() + 900\\n")
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-cluster.add_node(num_cpus=1, num_gpus=2)
-cluster.add_node(num_cpus=1, env_vars=fake("torch", "1.0"))
-cluster.add_node(num_cpus=1, env_vars=fake("crossfed", "0.0.1"))
-cluster.add_node(num_cpus=1, env_vars={"PYTHONPATH": os.pathsep.join([str(late), os.environ.get("PYTHONPATH", "")])})
-gone = cluster.add_node(num_cpus=1)
-cluster.wait_for_nodes()
-os.kill(gone.all_processes["raylet"][0].process.pid, signal.SIGSTOP)
-from crossfed.platform.doctor.judge import judge
-from crossfed.platform.doctor.examine import examine
-found = judge(*examine(cluster.address, str(root / "runs"), "http://127.0.0.1:9", "BAAI/nowhere", False, 120.0))
-print(json.dumps([[f.severity, f.subject, f.where, f.text] for f in found]))
-print((root / "runs").exists())
-"""
-
-
-@pytest.mark.slow
-def test_faults_planted_for_real_on_six_nodes(tmp_path: Path) -> None:
-    """Invented GPUs, another torch or crossfed, a clock 15 minutes ahead, a node that is frozen, no
-    MLflow, no encoder.
-    """
-    script = tmp_path / "planted.py"
-    script.write_text(PLANTED)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=280, check=False,
-        # the repository root, which Ray would put on the path of its workers, holds
-        # crossfed.egg-info
-        cwd=tmp_path,
-        env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64, "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    *_, told, left = done.stdout.splitlines()
-    # the worst of a subject
-    found = {row[1]: row for row in reversed(json.loads(told)) if row[0] != "ok"}
-    print(json.dumps(list(found.values()), indent=1))
-    assert "Ray counts 2 GPUs, torch sees 0" in found["gpus"][3] and found["gpus"][0] == "error"
-    assert found["torch"][3].startswith("torch 1.0, but") and found["crossfed"][3].startswith(
-        "crossfed 0.0.1, but"
-    )
-    assert found["clock"][0] == "error" and "ahead of" in found["clock"][3]
-    assert found["mlflow"][0] == "warning" and found["encoder"][0] == "error"
-    # told apart
-    assert (
-        len({found[subject][2] for subject in ("answer", "gpus", "torch", "crossfed", "clock")})
-        == 5
-    )
-    assert left == "False"  # the folder that was made to be written into is gone
-
-
 def test_actors_that_fit_no_machine_keep_a_run_from_starting() -> None:
     """The words are those of the preflight, which is asked for the same shares."""
     found = judge(sound(), replace(WANTED, shortage="No machine has room for domain 3"))
     assert not can_start(found)
     assert (found[0].subject, found[0].text) == ("actors", "No machine has room for domain 3")
-
-
-def test_the_doctor_asks_for_the_shares_of_a_run(ray_cluster: None, tmp_path: Path) -> None:
-    import ray
-
-    from crossfed.platform.cluster import connect
-    from crossfed.platform.config.settings import Resources
-    from crossfed.platform.doctor import examine as ray_doctor
-
-    told, shortage = ray_doctor._actors(3)
-    names = ["server", "domain 1", "domain 2", "domain 3"]
-    share = connect.fitted(Resources(), names, ray.nodes())["domain 1"]
-    assert not shortage and f"3 domains with {share.cpus:g} CPUs" in told and "free now: " in told
