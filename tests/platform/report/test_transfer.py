@@ -24,8 +24,13 @@ def arms(folder: Path, added: dict[str, float], seeds: tuple[int, ...] = (0,)) -
         for seed in seeds:
             values = BASE + (more + LUCK * (seed + 1) if more else 0.0)
             method = "lightgcn" if name == "local" else "fedcrf"
+            sets = () if name in ("local", "honest") else (f"control={name}",)
             path = make_run(
-                folder / f"{name}-{seed}", method, seed, {"books": {"recall_at_20": values}}
+                folder / f"{name}-{seed}",
+                method,
+                seed,
+                {"books": {"recall_at_20": values}},
+                sets=sets,
             )
             made.append(Arm(name, seed, path))
     return made
