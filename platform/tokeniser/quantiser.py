@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from sklearn.cluster import KMeans
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
@@ -188,6 +187,8 @@ def kmeans(x: Floats, k: int, seed: int) -> Floats:
     """
     found = min(k, len(np.unique(x, axis=0)))
     with threadpool_limits(1):
+        from sklearn.cluster import KMeans  # here, because it takes scipy.stats and pandas with it
+
         centres = KMeans(found, n_init=1, max_iter=50, random_state=seed).fit(x).cluster_centers_
     return np.concatenate([centres, np.repeat(centres[-1:], k - found, axis=0)])
 
