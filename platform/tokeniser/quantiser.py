@@ -185,10 +185,11 @@ def kmeans(x: Floats, k: int, seed: int) -> Floats:
 
     On one thread: on several, which one is first decides the last bits.
     """
+    # here, because it takes scipy.stats and pandas with it; its threads are limited once loaded
+    from sklearn.cluster import KMeans
+
     found = min(k, len(np.unique(x, axis=0)))
     with threadpool_limits(1):
-        from sklearn.cluster import KMeans  # here, because it takes scipy.stats and pandas with it
-
         centres = KMeans(found, n_init=1, max_iter=50, random_state=seed).fit(x).cluster_centers_
     return np.concatenate([centres, np.repeat(centres[-1:], k - found, axis=0)])
 
