@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from crossfed.platform.cli.main import app
 from crossfed.platform.config.settings import build
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.federation import transfer
 from crossfed.platform.federation.final import test_once as final_test
+from crossfed.platform.report import recording
 from crossfed.platform.report.recording import run_recorded
 from crossfed.platform.tracking import tracker
 from toy_controls import twins
@@ -109,7 +109,7 @@ def test_an_interrupt_says_how_to_go_on(
         raise KeyboardInterrupt
 
     run_dir = run("toys:GOSSIP", shops, tmp_path)
-    monkeypatch.setattr(transfer, "run_recorded", interrupted)
+    monkeypatch.setattr(recording, "run_recorded", interrupted)
     command = ["audit", str(run_dir), "--controls", "--local", "toy_controls:ALONE"]
     done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 130 and "the same command goes on where it was" in done.output

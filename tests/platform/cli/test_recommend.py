@@ -15,7 +15,7 @@ from crossfed.platform.config.settings import build
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.report.recording import run_recorded
-from crossfed.platform.serving import model, save
+from crossfed.platform.serving import model
 from served import expected
 
 
@@ -60,7 +60,7 @@ def test_ranks_ids_and_scores_are_whole_at_every_width(
         def item_texts(self, _: str) -> list[str]:
             return ["Begins with " + "many words " * 20] * 3
 
-    monkeypatch.setattr(save, "DomainModel", Model)
+    monkeypatch.setattr(model, "DomainModel", Model)
     monkeypatch.setattr("crossfed.platform.federation.runs.find_run", lambda *_: tmp_path)
     monkeypatch.setattr("crossfed.platform.federation.runs.stored_config", lambda _: None)
     monkeypatch.setattr("crossfed.platform.federation.run.resolve_data", lambda _: tmp_path)
