@@ -85,6 +85,7 @@ METHOD = Method(
     init_domain=ViewsLearner,
     score=ViewsLearner.score,
     observe=ViewsLearner.observe,
+    ordered=True,
     state_dict=ViewsLearner.state_dict,
     load_state_dict=ViewsLearner.load_state_dict,
     export=ViewsLearner.export,

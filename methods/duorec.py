@@ -192,6 +192,7 @@ METHOD = Method(
     init_domain=DuoRec,
     score=DuoRec.score,
     observe=DuoRec.observe,
+    ordered=True,
     state_dict=DuoRec.state_dict,
     load_state_dict=DuoRec.load_state_dict,
     export=DuoRec.export,

@@ -117,6 +117,7 @@ METHOD = Method(
     init_server=lambda config, ctx: Server({}),
     score=ViewsLearner.score,
     observe=ViewsLearner.observe,
+    ordered=True,
     state_dict=lambda state: state.state_dict(),
     load_state_dict=lambda state, saved: state.load_state_dict(saved),
     export=ViewsLearner.export,

@@ -498,6 +498,7 @@ METHOD = Method(
     init_domain=State,
     score=score,
     observe=State.observe,
+    ordered=True,
     state_dict=State.state_dict,
     load_state_dict=State.load_state_dict,
     export=State.export,

@@ -48,6 +48,7 @@ PANELS = {
         "analyse",
         "figures",
         "recommend",
+        "serve",
         "evaluate",
         "audit",
         "privacy",

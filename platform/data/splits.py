@@ -169,8 +169,8 @@ def refuse_without_order(
     raise CrossfedError(
         f"Domain {domain} was prepared with `time: none`, but {needs} users' interactions in "
         f"their order; take "
-        f"{'a method and ' if method is not None else ''}a protocol that need none "
-        f"(ratio-80-10-10), or set "
+        f"{'a method and a protocol that need' if method is not None else 'a protocol that needs'} "
+        f"none (ratio-80-10-10), or set "
         "evaluation.order=file if the order of the file is meant."
     )
 

@@ -25,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from sklearn.cluster import KMeans
 from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 
@@ -187,6 +186,9 @@ def kmeans(x: Floats, k: int, seed: int) -> Floats:
 
     On one thread: on several, which one is first decides the last bits.
     """
+    # here, because it takes scipy.stats and pandas with it; its threads are limited once loaded
+    from sklearn.cluster import KMeans
+
     found = min(k, len(np.unique(x, axis=0)))
     with threadpool_limits(1):
         centres = KMeans(found, n_init=1, max_iter=50, random_state=seed).fit(x).cluster_centers_

@@ -68,12 +68,8 @@ def test_contracts_name_every_room() -> None:
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_every_module_has_tests_at_its_mirror(name: str) -> None:
     path = KNOWN[name].relative_to(ROOT)
-    if path.name == "__init__.py" or name in TESTED_ELSEWHERE:
+    if path.name == "__init__.py":
         return
     assert (ROOT / "tests" / path.parent / f"test_{path.name}").is_file(), (
         f"{path} has no tests at its mirror"
     )
-
-
-TESTED_ELSEWHERE: dict[str, str] = {}
-"""Modules whose tests stand elsewhere, and where."""

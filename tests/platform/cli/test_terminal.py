@@ -5,25 +5,18 @@ completes.
 from __future__ import annotations
 
 import io
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from crossfed.platform.cli import recommend as cli_recommend
 from crossfed.platform.cli.main import PANELS, app
 from crossfed.platform.config.settings import run_keys
 from crossfed.platform.console import Progress, SummaryRow
-from crossfed.platform.data.store import PreparedData
-from crossfed.platform.registry import method_file, method_names
 from crossfed.platform.report.tables import Cell, Column, Grid
-from crossfed.platform.serving import model, save
 from made_runs import make_run, users
 
 
@@ -120,46 +113,6 @@ def test_a_folder_of_runs_stands_for_those_that_have_finished(out: Path) -> None
 # -- recommendations -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [40, 60, 100, 160])
-def test_ranks_ids_and_scores_are_whole_at_every_width(
-    width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """An id of 20 characters and a long title: only the title may be cut."""
-    ids = [f"item-with-a-long-{i:03d}" for i in range(3)]
-    answer = model.Answer("u1", True, tuple(ids), (0, 1, 2), (0.12345, 0.1, -1.234567))
-
-    class Model:
-        items = ids
-
-        def __init__(self, *_: Any): ...
-
-        def recommend(self, *_: Any) -> list[model.Answer]:
-            return [answer]
-
-    class Data:
-        def item_texts(self, _: str) -> list[str]:
-            return ["Begins with " + "many words " * 20] * 3
-
-    monkeypatch.setattr(save, "DomainModel", Model)
-    monkeypatch.setattr("crossfed.platform.federation.runs.find_run", lambda *_: tmp_path)
-    monkeypatch.setattr("crossfed.platform.federation.runs.stored_config", lambda _: None)
-    monkeypatch.setattr("crossfed.platform.federation.run.resolve_data", lambda _: tmp_path)
-    monkeypatch.setattr(PreparedData, "open", lambda _: Data())
-    seen = shown("recommend", "run", "--domain", "books", "--user", "u1", width=width)
-    assert widest(seen) <= width
-    for rank, (item, score) in enumerate(zip(ids, ("0.1235", "0.1", "-1.235"), strict=True), 1):
-        line = next(line for line in seen.splitlines() if item in line)
-        assert re.match(rf"│ +{rank} │ {item} ", line) and f" {score} │" in line
-    assert seen.count("Begins") == 3
-
-
-def test_the_default_of_k_is_the_models() -> None:
-    assert f"[default: {model.K}]" in re.sub(
-        r"\s+", " ", shown("recommend", "--help", width=200, terminal=False)
-    )
-    assert cli_recommend.longest(["a", "日本"]) == 4
-
-
 def test_metrics_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     metrics = {"recall_at_20": 0.1, "ndcg_at_20": 0.2, "hit_rate_at_20": 0.3}
@@ -195,37 +148,6 @@ def test_the_help_of_tune_shows_what_tuning_takes() -> None:
         word in seen
         for word in ("resume", "extend", "--max-rounds", "--time-budget", "--search", "--sampler")
     )
-
-
-def completed(line: str, folder: Path) -> list[str]:
-    """What bash is offered for the last word of a line."""
-    env = os.environ | {
-        "_CROSSFED_COMPLETE": "complete_bash",
-        "COMP_WORDS": line,
-        "COMP_CWORD": str(line.count(" ")),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.argv = ['crossfed']; from "
-                               "crossfed.platform.cli.main import main; main()"],
-        cwd=folder, env=env, capture_output=True, text=True,
-    )  # fmt: skip
-    assert not done.stderr
-    return done.stdout.split()
-
-
-def test_the_shell_completes_methods_presets_and_runs(out: Path) -> None:
-    (out.parent / "mine.yaml").touch()
-    assert completed("crossfed run ", out.parent) == [*method_names(), "mine.yaml"]
-    assert completed("crossfed tune start fed", out.parent) == [
-        m for m in method_names() if m.startswith("fed")
-    ]
-    assert completed("crossfed run fedcrf --preset ", out.parent) == list(
-        method_file("fedcrf")["presets"]
-    )
-    assert sorted(completed("crossfed compare ", out.parent)) == ["f", "f16", "l"]
-    assert sorted(completed("crossfed figures f", out.parent)) == ["f", "f16"]
-    assert sorted(completed(f"crossfed report {out}/f", Path("/"))) == [f"{out}/f", f"{out}/f16"]
-    assert completed("crossfed run --resume ", Path("/")) == []
 
 
 # -- keys ------------------------------------------------------------------------------------------

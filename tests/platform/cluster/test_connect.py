@@ -25,8 +25,7 @@ from crossfed.platform.cluster.connect import (
     reach,
     shares,
 )
-from crossfed.platform.cluster.devices import local_device
-from crossfed.platform.config.settings import Resources, build
+from crossfed.platform.config.settings import Resources
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.method import SERVER
 
@@ -71,19 +70,6 @@ def test_the_server_stays_on_machines_that_are_set_aside() -> None:
         r"resources.cpus_server",
     ):
         preflight(found, [machine(8), head])
-
-
-def test_a_trial_without_a_server_waits_where_machines_are_set_aside() -> None:
-    """There MLflow runs, on the loopback interface."""
-    from crossfed.tuning.placement import slots
-
-    base = build("lightgcn")
-    head = machine(8)
-    assert slots(base, NODES[1:], 1, [head, machine(8)]).bundles[0] == {}
-    head["Resources"][SERVER_RESOURCE] = 1.0
-    assert slots(base, NODES[1:], 1, [head, machine(8)]).bundles[0] == {SERVER_RESOURCE: 0.001}
-    own, server, *_ = slots(base, NODES, 1, [head, machine(8)]).bundles
-    assert own == {} and server[SERVER_RESOURCE] == 0.001  # its process is in the server's bundle
 
 
 def test_configured_shares_are_kept() -> None:
@@ -186,16 +172,6 @@ def test_gpus_and_cpus_must_be_on_the_same_machine() -> None:
     with pytest.raises(CrossfedError, match="No machine has room for films"):
         preflight(wanted, rows)
     assert fitted(Resources(gpus_per_domain=1), ("books", "films"), rows)["films"] == Share(0.5, 1)
-
-
-def test_trials_at_once_fit_machines_too() -> None:
-    from crossfed.tuning.placement import slots
-
-    rows = [machine(1), machine(2)]
-    made = slots(build("toys:AVERAGE"), NODES, 1, rows)
-    assert made.run.resources.cpus_per_domain == 0.5
-    inside = slots(build("toys:AVERAGE", values={"backend": "inprocess"}), NODES, 4, rows)
-    assert inside.cpus == 0.5  # four times 0.75 are 3 CPUs, which no four processes can share here
 
 
 def test_a_dead_machine_does_not_count() -> None:
@@ -333,16 +309,6 @@ def test_a_local_cluster_is_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("ray.init", lambda **given: asked.append(given))
     connect(Resources())
     assert asked[0]["address"] == "local"
-
-
-def test_a_gpu_asked_for_where_there_is_none() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    config = build("lightgcn", sets=["resources.gpus_per_domain=1"])
-    with pytest.raises(CrossfedError, match="asks for a GPU, but torch sees none here"):
-        local_device(config)
 
 
 INVENTED = """

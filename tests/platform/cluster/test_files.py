@@ -15,9 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from crossfed.platform.cli.main import app
 from crossfed.platform.cluster.files import TEMPLATES, Problem, check, template
 from crossfed.platform.errors import CrossfedError
 
@@ -381,24 +379,6 @@ def test_the_line_of_a_key_that_is_merged_in(tmp_path: Path) -> None:
         3,
         0,
     ]
-
-
-def test_commands(tmp_path: Path) -> None:
-    runner = CliRunner()
-    printed = runner.invoke(app, ["cluster", "template", "local"])
-    assert printed.exit_code == 0 and printed.output == template("local")
-    path = tmp_path / "mine.yaml"
-    path.write_text(printed.output)
-    fine = runner.invoke(app, ["cluster", "check", str(path)])
-    assert fine.exit_code == 0 and fine.output.endswith("mine.yaml: no errors\n")
-    path.write_text(printed.output.replace("upscaling_speed: 1.0", "upscaling_sped: 1.0"))
-    wrong = runner.invoke(app, ["cluster", "check", str(path)])
-    assert wrong.exit_code == 2
-    assert re.search(
-        r"error: .*mine.yaml, line \d+, upscaling_sped: unknown key; did you mean "
-        r"upscaling_speed",
-        wrong.output,
-    )
 
 
 @pytest.mark.parametrize("text", ["a: [1", "- a\n- b\n", "", "a: 1\n---\nb: 2\n"])

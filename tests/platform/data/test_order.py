@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from crossfed.methods.parts.item_based import ItemBased
 from crossfed.platform.config.settings import build
 from crossfed.platform.data.store import PreparedData, Writer
 from crossfed.platform.errors import CrossfedError
@@ -30,7 +31,10 @@ def checked(data: PreparedData, method: str, *sets: str) -> tuple[str, ...]:
     return chosen_domains(build(method, sets=sets, values={"data": data.path}), data)
 
 
-@pytest.mark.parametrize("method", ["sasrec", "fedsasrec", "tiger", "tiger_fedavg", "fedcgr"])
+@pytest.mark.parametrize(
+    "method",
+    ["sasrec", "fedsasrec", "gru4rec", "duorec", "fedcl4srec", "tiger", "tiger_fedavg", "fedcgr"],
+)
 def test_methods_that_read_histories_refuse(unordered, method):
     split = "evaluation.protocol=ratio-80-10-10"
     with pytest.raises(
@@ -43,10 +47,11 @@ def test_methods_that_read_histories_refuse(unordered, method):
 
 
 def test_which_methods_read_histories():
-    """Those that are shown the histories before ranking are those that read them."""
+    """Those that are shown the histories before ranking read their order, but for the item-based
+    ones, to which a history is a set."""
     methods = {name: find_method(name) for name in method_names()}
     assert {name for name, m in methods.items() if m.ordered} == {
-        n for n, m in methods.items() if m.observe
+        n for n, m in methods.items() if m.observe and m.observe is not ItemBased.observe
     }
 
 

@@ -17,7 +17,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from openpyxl import Workbook
-from pydantic import ValidationError
 
 from crossfed.platform.data.readers import Source, Table, read_items, read_table
 from crossfed.platform.errors import CrossfedError
@@ -444,18 +443,3 @@ def test_units_of_time(tmp_path, unit, expected, kind):
     path.write_text("who,what,stars,when\nu,i,1,3\nu,i,1,86400\n")
     table = read(path, columns=MAPPING, time=unit)
     assert (table.times.whole.tolist(), table.time_kind) == (expected, kind)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"time": "hours"},
-        {"quoting": "single"},
-        {"encoding": "none"},
-        {"layout": "x"},
-        {"colums": {}},
-    ],
-)
-def test_impossible_sources(wrong):
-    with pytest.raises(ValidationError):
-        Source(path="f", **wrong)

@@ -264,22 +264,6 @@ def test_columns_used_twice_and_names_given_twice_are_told(tmp_path):
     assert "a: note: user and item are the same column 'item'" in told
 
 
-def test_shared_users_that_are_shared_numbers_are_told(tmp_path):
-    for name in ("f", "g"):
-        (tmp_path / name).write_text(
-            "user,item,time\n" + "".join(f"{k},i{k % 3},{k}\n" for k in range(40))
-        )
-    told: list[str] = []
-    (tmp_path / "spec.yaml").write_text(
-        "name: x\nrecipe: {user_core: 0, item_core: 0}\ndomains:\n"
-        "  a: {interactions: {path: f}}\n  b: {interactions: {path: g}}\n"
-    )
-    prepare(tmp_path / "spec.yaml", tmp_path / "out", report=told.append)
-    assert (
-        "the users of a and of b are both numbered without gaps, so that the 40 shared ones"
-    ) in told[-1]
-
-
 # -- the recipe ------------------------------------------------------------------------------------
 
 
@@ -442,24 +426,6 @@ def test_hints_look_at_the_bytes(tmp_path, content, words):
     (tmp_path / "f").write_bytes(content)
     with pytest.raises(CrossfedError, match=words):
         made(tmp_path, {"path": "f"})
-
-
-def test_ids_that_cannot_be_told_apart(tmp_path):
-    (tmp_path / "f").write_text('{"user": 9007199254740993.0, "item": "i", "time": 1}\n')
-    with pytest.raises(
-        CrossfedError,
-        match=r"'user' .* is a floating-point number too large "
-        r"to be exact",
-    ):
-        made(tmp_path, {"path": "f"})
-    (tmp_path / "f").write_text("user,item,time\ncaf\u00e9,i,1\ncafe\u0301,j,2\nv\0,j,3\n")
-    told: list[str] = []
-    made(tmp_path, {"path": "f"}, report=told.append)
-    assert (
-        "a: note: 1 ids of user look like another one but are other characters (Unicode NFC "
-        "and NFD)"
-    ) in told
-    assert "a: note: 1 ids of user hold control characters, e.g. 'v\\x00'" in told
 
 
 def test_a_sequence_file_may_have_a_header(tmp_path):

@@ -243,21 +243,6 @@ def test_a_start_without_a_sign_of_life_ends_with_advice(world: World) -> None:
     assert 170 <= world.now <= 190
 
 
-def test_an_actor_is_made_of_a_module_that_imports_no_torch() -> None:
-    """Else its process could not answer before torch is there."""
-    import subprocess
-    import sys
-
-    script = (
-        "import sys, crossfed.platform.federation.ray_actor\n"
-        "print([name for name in ('torch', 'mlflow', 'pandas', 'scipy') if name in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.strip() == "[]"
-
-
 def test_a_run_says_what_it_waits_for_before_its_first_round(
     ray_cluster: None, shops: Path, tmp_path: Path
 ) -> None:

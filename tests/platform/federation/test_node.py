@@ -3,63 +3,17 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pytest
-import torch
 
 from crossfed.platform.config.settings import build
-from crossfed.platform.data.splits import assign
-from crossfed.platform.data.store import PreparedData
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.node import InProcess, Plan
 from crossfed.platform.method import Interactions
-
-NAMES = ("books", "films", "games")
-
-
-@pytest.fixture
-def placed(shops: Path, tmp_path: Path) -> Iterator[tuple[Plan, InProcess]]:
-    """The three domains of `shops`, each with 8 training, 1 validation and 1 test item per user."""
-    values = {
-        "data": shops,
-        "out": tmp_path,
-        "backend": "inprocess",
-        "tracking.enabled": False,
-        "tracking.artifacts": False,
-    }
-    plan = Plan(build("toys:AVERAGE", values=values), shops, NAMES, tmp_path, tmp_path / "cache")
-    (tmp_path / "config.yaml").touch()
-    nodes = InProcess()
-    nodes.start(plan, {})
-    yield plan, nodes
-    nodes.stop()
-
-
-def rank_by_part(
-    plan: Plan, nodes: InProcess, train: float, validation: float, test: float
-) -> None:
-    """Score every item by the part that it is in for the user; 0 where it is in none."""
-    data = PreparedData.open(plan.data)
-    for name in NAMES:
-        users, items, times = data.interactions(name)
-        labels = assign(users, items, times, data.sizes(name)[0], "ratio-80-10-10", 42)
-        table = torch.zeros(data.sizes(name))
-        table[users, items] = torch.tensor([train, validation, test], dtype=torch.float32)[
-            labels.astype(int)
-        ]
-        node = nodes.nodes[name]
-        node.method = replace(
-            node.method, score=lambda state, batch, table=table: table[torch.from_numpy(batch)]
-        )
-
-
-def mrr(measured: dict, node: str) -> float:
-    return measured[node].metrics["mrr_at_10"]
+from placed_nodes import NAMES, mrr, rank_by_part
 
 
 def test_validation_masks_training_items_and_no_others(placed: tuple[Plan, InProcess]) -> None:
@@ -70,17 +24,6 @@ def test_validation_masks_training_items_and_no_others(placed: tuple[Plan, InPro
     rank_by_part(plan, nodes, train=3, validation=1, test=2)
     measured = nodes.each("evaluate", dict.fromkeys(NAMES, ()))
     assert [mrr(measured, name) for name in NAMES] == [0.5, 0.5, 0.5]
-
-
-def test_the_final_test_masks_training_and_validation_items(placed: tuple[Plan, InProcess]) -> None:
-    plan, nodes = placed
-    rank_by_part(plan, nodes, train=3, validation=2, test=1)
-    measured = final_test(plan, nodes)
-    assert [mrr(measured, name) for name in NAMES] == [1, 1, 1]
-    rank_by_part(plan, nodes, train=0, validation=0, test=-1)
-    assert all(mrr(final_test(plan, nodes), name) < 0.1 for name in NAMES), (
-        "items that no part has are candidates"
-    )
 
 
 def test_a_method_may_look_at_what_is_masked_and_at_nothing_later(

@@ -4,8 +4,6 @@ told in a sentence.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,106 +13,7 @@ import pytest
 import toys
 from crossfed.platform.config.settings import build
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.federation.final import test_once as final_test
-from crossfed.platform.federation.run import run_name
-from crossfed.platform.registry import find_method, method_file, method_name
 from crossfed.platform.report.recording import run_recorded
-
-MODULE = """
-from dataclasses import replace
-from crossfed.methods.lightgcn import METHOD as BASE
-METHOD = replace(BASE, name="mine", title="Mine")
-TWIN = replace(BASE, name="lightgcn")
-BROKEN = replace(BASE, name="broken", score=None)
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A working directory with a method in it, which is not on the path."""
-    (tmp_path / "my_module_of_test.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != ""])
-    yield tmp_path
-    sys.modules.pop("my_module_of_test", None)
-
-
-def test_a_module_in_the_working_directory_is_found(folder: Path) -> None:
-    assert find_method("my_module_of_test:METHOD").name == "mine"
-    assert sys.path[-1] == str(folder), "last, so that it stands in for nothing that is installed"
-
-
-def test_a_method_from_outside_is_called_by_its_name(folder: Path, shops: Path) -> None:
-    config = build(
-        "my_module_of_test:METHOD",
-        sets=["dim=4", "epochs=1"],
-        values={"data": shops, "out": folder / "runs"},
-    )
-    assert run_name(config).startswith("mine-s0-") and config.method == "my_module_of_test:METHOD"
-    done = run_recorded(config.model_copy(update={"backend": "inprocess"}), finish=final_test)
-    assert (done.result["method"], done.result["method_from"]) == (
-        "mine",
-        "my_module_of_test:METHOD",
-    )
-    from crossfed.platform.report.finished import gather
-
-    with gather([str(done.run_dir)], folder / "runs") as finished:
-        assert finished[0].label == "mine"
-
-
-def test_one_that_has_the_name_of_a_shipped_method_is_not_taken_for_it(folder: Path) -> None:
-    assert method_name("my_module_of_test:TWIN") == "my_module_of_test:TWIN"
-    assert method_name("lightgcn") == "lightgcn"
-
-
-@pytest.mark.parametrize("name", ["mine.yaml", "my_module_of_test.yaml"])
-def test_its_yaml_lies_beside_its_file(name: str, folder: Path) -> None:
-    assert method_file("my_module_of_test:METHOD") == {}
-    (folder / name).write_text(
-        "config: {dim: 16}\npresets: {wide: {dim: 32}}\nsearch: {dim: [8, 16]}\n"
-    )
-    assert build("my_module_of_test:METHOD").config["dim"] == 16
-    assert build("my_module_of_test:METHOD", preset="wide").config["dim"] == 32
-    from crossfed.tuning.space import space
-
-    assert list(space("my_module_of_test:METHOD")) == ["dim"]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("config: [1]", "must map config, presets"),
-        ("a: {b", "cannot be read"),
-        ("konfig: {dim: 2}", "unknown key 'konfig'; did"),
-    ],
-)
-def test_a_yaml_that_is_none_is_one_sentence(text: str, words: str, folder: Path) -> None:
-    (folder / "mine.yaml").write_text(text)
-    with pytest.raises(CrossfedError, match=rf"mine\.yaml.*{words}"):
-        build("my_module_of_test:METHOD")
-
-
-def test_a_method_without_a_function_is_one_sentence(folder: Path) -> None:
-    with pytest.raises(
-        CrossfedError,
-        match=r"my_module_of_test:BROKEN: score = None is not possible: it must "
-        r"be a fun",
-    ):
-        find_method("my_module_of_test:BROKEN")
-
-
-def test_a_module_that_cannot_be_imported_names_its_line(folder: Path) -> None:
-    (folder / "my_module_of_test.py").write_text("x = 1\ny = x / 0\n")
-    with pytest.raises(
-        CrossfedError,
-        match=r"ZeroDivisionError: division by zero "
-        r"\(.*my_module_of_test\.py, line 2\)",
-    ):
-        find_method("my_module_of_test:METHOD")
-    (folder / "my_module_of_test.py").write_text("x = 1\nif\n")
-    with pytest.raises(CrossfedError, match=r"SyntaxError: .*my_module_of_test\.py, line 2"):
-        find_method("my_module_of_test:METHOD")
-
 
 # -- faults in its steps ---------------------------------------------------------------------------
 

@@ -4,63 +4,22 @@ per-user values.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import DescrStatsW
 
+from analysed import METRICS, csv_of, raw
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.report.comparison import comparison
 from crossfed.platform.report.effects import baselines_of, default_metrics
 from crossfed.platform.report.finished import Finished, load_runs
 from made_runs import make_run, users
-
-MEANS = {"lightgcn": 0.30, "sasrec": 0.31, "fedcrf": 0.34, "p2p_iagr": 0.25}
-METRICS = ("recall_at_20", "ndcg_at_20")
-
-
-def per_user(method: str, seed: int, domain: str) -> dict[str, np.ndarray]:
-    place = [*MEANS].index(method) * 100 + seed * 10 + len(domain)
-    base = users(len(domain), 0.0)  # users differ more among themselves than methods do
-    luck = 0.01 * seed if domain == "books" else 0.03 * (seed - 1) * (method == "fedcrf")
-    recall = (base + users(place, MEANS[method] + luck, spread=0.04)).round(2)
-    return {"recall_at_20": recall, "ndcg_at_20": recall / 2}
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> list[Finished]:
-    out = tmp_path_factory.mktemp("runs")
-    paths = []
-    for method, seeds in {
-        "lightgcn": (0, 1, 2),
-        "sasrec": (0, 1, 2),
-        "fedcrf": (0, 1, 2),
-        "p2p_iagr": (1,),
-    }.items():
-        for seed in seeds:
-            values = {domain: per_user(method, seed, domain) for domain in ("books", "toys")}
-            paths.append(make_run(out / f"{method}-{seed}", method, seed, values))
-    return load_runs(paths)
-
-
-def raw(runs: list[Finished], method: str, domain: str, metric: str) -> dict[int, np.ndarray]:
-    """Seed -> values by user, read from the files."""
-    found = {}
-    for run in runs:
-        if run.result["method"] == method:
-            table = pd.read_parquet(run.path / "per_user" / f"{domain}.test.parquet").sort_values(
-                "user"
-            )
-            found[run.result["seed"]] = table[metric].to_numpy()
-    return found
 
 
 def test_every_number_against_scipy_and_statsmodels(made: list[Finished]) -> None:
@@ -133,53 +92,11 @@ def test_every_number_against_scipy_and_statsmodels(made: list[Finished]) -> Non
     assert records["lightgcn", "books", "recall_at_20"]["against"] == ""
 
 
-def csv_of(text: str) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(text)))
-
-
 def mark(found: Any, label: str, domain: str, metric: str) -> str:
     effect = next(
         e for e in found.effects if (e.label, e.domain, e.metric) == (label, domain, metric)
     )
     return effect.mark
-
-
-def test_best_second_and_improvement(made: list[Finished]) -> None:
-    table = comparison(made, ["Recall@20"]).table
-    assert [column.name for column in table.columns] == [
-        "method",
-        "seeds",
-        "Recall@20",
-        "Recall@20",
-    ]
-    assert [column.group for column in table.columns] == ["", "", "books", "toys"]
-    rows = {row[0]: row for row in table.rows}
-    shown = [table.cells(row)[3] for row in rows.values()]
-    assert [cell.best for cell in shown] == [False, False, True, False]
-    assert [cell.second for cell in shown] == [False, True, False, False]
-    assert "±" in shown[0].text and "±" not in shown[3].text  # a single seed has no deviation
-    assert rows["lightgcn"][1] == "3" and rows["p2p_iagr"][1] == "1"
-    means = {
-        m: np.mean([c.mean() for c in raw(made, m, "toys", "recall_at_20").values()]) for m in MEANS
-    }
-    foot = table.foot[0]
-    assert foot[3] == f"{100 * (means['fedcrf'] / means['sasrec'] - 1):+.1f} %"
-    assert (
-        "synthetic" not in table.caption
-        and "candidates books full:100, toys full:100" in table.caption
-    )
-    assert (
-        "protocol ratio-80-10-10, split seed 42" in table.caption
-        and "(lightgcn, sasrec)" in table.caption
-    )
-
-
-def test_equal_means_are_both_best(tmp_path: Path) -> None:
-    values = {"books": {"recall_at_20": users(0, 0.3)}}
-    runs = [make_run(tmp_path / name, name, 0, values) for name in ("lightgcn", "fedcrf")]
-    table = comparison(load_runs(runs), METRICS[:1]).table
-    assert [table.cells(row)[2].best for row in table.rows] == [True, True]
-    assert not any(table.cells(row)[2].second for row in table.rows)
 
 
 def test_baselines(made: list[Finished]) -> None:
@@ -192,53 +109,6 @@ def test_baselines(made: list[Finished]) -> None:
         CrossfedError, match="There is no row 'nobody' to compare with; there are lightgcn, sasrec"
     ):
         baselines_of(made, ["nobody"])
-
-
-def test_only_the_test_split_is_tested(made: list[Finished]) -> None:
-    found = comparison(made, METRICS, split="validation")
-    assert found.tests == () and not found.effects and "†" not in found.table.caption
-    assert comparison(made[:3]).tests == ()  # one row: nothing to test
-
-
-def test_pooled_rows_are_not_ranked(tmp_path: Path) -> None:
-    """The row that saw everything may be best; among those that may be chosen, the others are first
-    and second.
-    """
-    runs = [
-        make_run(
-            tmp_path / f"{name}-{mean}",
-            name,
-            0,
-            {"books": {"recall_at_20": np.full(9, mean)}},
-            sets=sets,
-            scope=scope,
-        )
-        for name, mean, sets, scope in (
-            ("lightgcn", 0.2, (), "local"),
-            ("lightgcn", 0.9, ("layers=3",), "pooled"),
-            ("fedcrf", 0.3, (), "federated"),
-        )
-    ]
-    found = comparison(load_runs(runs))
-    rows = {row[0]: found.table.cells(row)[2] for row in found.table.rows}
-    assert [(c.best, c.second) for c in rows.values()] == [
-        (False, True),
-        (False, False),
-        (True, False),
-    ]
-    assert (
-        "lightgcn (layers=3) (not private)" in rows
-        and "saw all domains' interactions" in found.table.caption
-    )
-    assert found.table.foot[0][2] == "+50.0 %"
-    assert [r["private"] for r in csv_of(found.table.csv())] == ["1", "0", "1"]
-    assert {effect.label for effect in found.effects} == {"fedcrf"}, (
-        "what may not be chosen is not tested"
-    )
-    pooled_first = load_runs([runs[1], runs[2]])
-    assert baselines_of(pooled_first) == ["fedcrf"] and baselines_of(
-        pooled_first, ["lightgcn"]
-    ) == [pooled_first[0].label]
 
 
 def test_a_metric_without_values_per_user_is_tested_over_seeds_alone(tmp_path: Path) -> None:
@@ -346,46 +216,3 @@ def test_default_metrics(made: list[Finished], tmp_path: Path) -> None:
     assert default_metrics(
         load_runs([make_run(tmp_path / "a", "lightgcn", 0, values, sets=sets)])
     ) == ["ndcg_at_10", "hit_rate_at_10"]
-
-
-def test_what_is_missing_is_named(made: list[Finished], tmp_path: Path) -> None:
-    with pytest.raises(
-        CrossfedError,
-        match="lightgcn-0 has no test map_at_20 for books; it has recall_at_20, ndcg_at_20",
-    ):
-        comparison(made, ["map@20"])
-    with pytest.raises(CrossfedError, match="unknown metric"):
-        comparison(made, ["recal@20"])
-    with pytest.raises(
-        CrossfedError, match="no domain 'music' in these runs; there are books, toys"
-    ):
-        comparison(made, domains=["music"])
-    values = {"books": {"recall_at_20": users(0, 0.3)}}
-    runs = load_runs(
-        [make_run(tmp_path / name, name, 0, values) for name in ("lightgcn", "fedcrf")]
-    )
-    (runs[1].path / "per_user" / "books.test.parquet").unlink()
-    with pytest.raises(CrossfedError, match="holds no per-user test values of domain 'books'"):
-        comparison(runs)
-
-
-def test_no_number_is_refused(tmp_path: Path) -> None:
-    runs = load_runs(
-        [make_run(tmp_path / "a", "lightgcn", 0, {"books": {"recall_at_20": np.full(9, np.nan)}})]
-    )
-    with pytest.raises(
-        CrossfedError, match="The test recall_at_20 of a for books is nan: its result is damaged"
-    ):
-        comparison(runs, METRICS[:1])
-
-
-def test_other_users_are_refused(tmp_path: Path) -> None:
-    runs = [
-        make_run(
-            tmp_path / str(seed), "lightgcn", seed, {"books": {"recall_at_20": users(0, 0.3, n)}}
-        )
-        for seed, n in ((0, 60), (1, 59))
-    ]
-    runs.append(make_run(tmp_path / "f", "fedcrf", 0, {"books": {"recall_at_20": users(0, 0.3)}}))
-    with pytest.raises(CrossfedError, match="lightgcn were measured on different users of books"):
-        comparison(load_runs(runs))

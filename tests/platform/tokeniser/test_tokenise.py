@@ -6,11 +6,6 @@ from __future__ import annotations
 
 import io
 import json
-import signal
-import sys
-import threading
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from crossfed.platform import checkpoint
-from crossfed.platform.config.settings import RunConfig, build
-from crossfed.platform.console import Progress, make_progress
-from crossfed.platform.data.artifacts import default_root
+from crossfed.platform.config.settings import RunConfig
+from crossfed.platform.console import make_progress
 from crossfed.platform.data.store import PreparedData, Writer
 from crossfed.platform.errors import CrossfedError
-from crossfed.platform.federation.run import make_artifacts
 from crossfed.platform.report.recording import run_recorded
 from crossfed.platform.tokeniser import tokenise as tokeniser
-from crossfed.platform.tokeniser.spec import Spec, make
+from crossfed.platform.tokeniser.spec import Spec
 from crossfed.platform.tokeniser.tokenise import (
     codebook_use,
     collision_rate,
@@ -37,116 +29,9 @@ from crossfed.platform.tokeniser.tokenise import (
     tokenise,
     train_here,
 )
-
-TOY = """
-from dataclasses import replace
-
-import toys
-from crossfed.platform.method import Out, Phase, Stage
-
-
-class Config(toys.Config):
-    levels: int = 3
-    codebook: int = 8
-
-
-def look(state, inbox, ctx):
-    sids = ctx.artifacts["sids"]
-    n, levels = sids.shape
-    return Out(metrics={"items": n, "levels": levels, "sum": int((sids * [1, 10, 100][:levels]).sum())})
-
-
-def stages(c):
-    return (Stage("look", 1, (Phase(look),)),)
-
-
-METHOD = replace(
-    toys.AVERAGE, name="sidtoy", Config=Config, artifacts=("sids",), stages=stages, fields=(), init_server=None
-)
-TEXTLESS = replace(METHOD, artifacts=())
-SHAPELESS = replace(METHOD, Config=toys.Config)
-"""  # noqa: E501
-
-SMALL = (
-    "text.encoder=hashing:32",
-    "tokeniser.dim=8",
-    "tokeniser.hidden=16",
-    "tokeniser.epochs=7",
-    "tokeniser.batch_size=32",
-)
-
-
-@pytest.fixture(autouse=True)
-def _toy(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The method under test, as a user would bring it; a cache of its own for every test."""
-    folder = tmp_path_factory.mktemp("toy")
-    (folder / "sidtoy.py").write_text(TOY)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, "sidtoy", raising=False)
-    monkeypatch.setenv("CROSSFED_CACHE", str(folder / "cache"))
-
-
-def config(
-    data: Path, out: Path, *sets: str, method: str = "sidtoy:METHOD", backend: str = "inprocess"
-) -> RunConfig:
-    values = {
-        "data": data,
-        "out": out,
-        "backend": backend,
-        "tracking.enabled": False,
-        "tracking.artifacts": False,
-    }
-    return build(method, sets=[*SMALL, *sets], values=values)
-
-
-def made(run: RunConfig, view: Progress | None = None) -> Mapping[str, Mapping[str, np.ndarray]]:
-    return make_artifacts(run, view or make_progress("quiet"))
-
-
-def files(kind: str) -> list[Path]:
-    return sorted((default_root() / "sids").glob(f"*/*.{kind}"))
-
+from sid_toy import config, files, made
 
 # -- what a tokeniser depends on -------------------------------------------------------------------
-
-
-def test_the_shape_comes_from_the_methods_config(shops: Path, tmp_path: Path) -> None:
-    spec = Spec.of(config(shops, tmp_path, "levels=2", "codebook=5"))
-    assert (spec.levels, spec.codebook) == (2, 5)
-    with pytest.raises(
-        CrossfedError,
-        match=r"must hold the positive whole numbers levels and codebook; it "
-        r"has levels=None",
-    ):
-        Spec.of(config(shops, tmp_path, method="sidtoy:SHAPELESS"))
-
-
-def test_the_key_depends_on_everything_that_matters_and_nothing_else(
-    shops: Path, tmp_path: Path
-) -> None:
-    def key(*sets: str, texts: tuple[str, ...] = ("a", "b")) -> str:
-        return Spec.of(config(shops, tmp_path, *sets)).key(list(texts))
-
-    settings = (
-        "levels=2",
-        "codebook=9",
-        "tokeniser.seed=1",
-        "tokeniser.dim=9",
-        "tokeniser.hidden=9",
-        "tokeniser.epochs=9",
-        "tokeniser.batch_size=9",
-        "tokeniser.lr=0.1",
-        "tokeniser.beta=1.0",
-        "tokeniser.entropy=1.0",
-        "tokeniser.collision=1.0",
-        "tokeniser.workers=2",
-        "tokeniser.kind=residual-kmeans",
-    )
-    keys = {key(), key(texts=("b", "a")), key(texts=("a",)), *(key(one) for one in settings)}
-    assert len(keys) == 3 + len(settings)
-    assert key("seed=5", "tokeniser.min_perplexity=0.2", "resources.threads=2") == key()
-    plain = "tokeniser.kind=residual-kmeans"
-    assert key(plain, "tokeniser.epochs=9", "tokeniser.lr=0.1") == key(plain)
 
 
 def test_names_and_order_of_the_domains_do_not_matter(shops: Path, tmp_path: Path) -> None:
@@ -177,19 +62,6 @@ def test_names_and_order_of_the_domains_do_not_matter(shops: Path, tmp_path: Pat
     np.testing.assert_array_equal(other["a"]["sids"], first["games"]["sids"])
     assert made(config(shops, tmp_path, "domains=[games, books]")).keys() == {"games", "books"}
     assert len(files("npy")) == 2, "another union of items is another tokeniser"
-
-
-def test_only_runs_that_use_semantic_ids_have_their_settings_in_the_hash(
-    shops: Path, tmp_path: Path
-) -> None:
-    def hashes(method: str) -> set[str]:
-        return {
-            config(shops, tmp_path, *sets, method=method).hash()
-            for sets in ((), ("tokeniser.beta=0.3",))
-        }
-
-    assert len(hashes("sidtoy:METHOD")) == 2
-    assert len(hashes("sidtoy:TEXTLESS")) == 1
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -425,99 +297,3 @@ def test_a_domain_without_text_is_refused(tmp_path: Path) -> None:
             writer.add_domain(name, users, items, np.arange(len(users)), *names, texts)
     with pytest.raises(CrossfedError, match="Domain sports: none of its 20 items has text"):
         made(config(tmp_path / "data", tmp_path))
-
-
-# -- on Ray ----------------------------------------------------------------------------------------
-
-
-def test_a_training_that_does_not_end_is_given_up() -> None:
-    from crossfed.platform.tokeniser import ray_train
-
-    class Trainer:
-        def fit(self) -> None:
-            threading.Event().wait(30)
-
-    with pytest.raises(
-        CrossfedError,
-        match=r"not trained within 0\.05 s "
-        r"\(resources\.round_timeout\)",
-    ):
-        ray_train._fit(Trainer(), 0.05)  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_ray_train_gives_the_same_bits_as_this_process(
-    shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
-) -> None:
-    made(config(shops, tmp_path))
-    here = [path.read_bytes() for path in (*files("npy"), *files("safetensors"))]
-    monkeypatch.setenv("CROSSFED_CACHE", str(tmp_path / "other"))
-    monkeypatch.setattr(tokeniser, "train_here", lambda *_: pytest.fail("trained in this process"))
-    handler = signal.getsignal(signal.SIGINT)
-    made(config(shops, tmp_path, backend="ray"))
-    assert signal.getsignal(signal.SIGINT) is handler, "Ctrl-C still ends a run"
-    assert [path.read_bytes() for path in (*files("npy"), *files("safetensors"))] == here
-    assert not list((tmp_path / ".tokeniser").iterdir())
-
-
-def test_a_trial_of_a_search_trains_in_its_own_process(ray_cluster: None) -> None:
-    import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    from crossfed.platform.tokeniser.ray_train import in_a_trial
-
-    group = placement_group([{"CPU": 0.5}])
-    inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
-    told = ray.remote(in_a_trial)
-    try:
-        assert ray.get(told.options(num_cpus=0.5, scheduling_strategy=inside).remote()) is True
-        assert ray.get(told.options(num_cpus=0.5).remote()) is False
-        assert not in_a_trial()
-    finally:
-        remove_placement_group(group)
-
-
-@pytest.mark.slow
-def test_two_workers_agree_with_one_and_an_interrupted_training_goes_on(
-    shops: Path, tmp_path: Path, ray_cluster: None
-) -> None:
-    """Each of two workers takes half of every batch: rounding and the regularisers' batches differ,
-    the error hardly.
-
-    The checkpoint that a training of the same key has left is where the next one goes on: one that
-    is edited by hand, and is one epoch from its end, keeps what was edited.
-    """
-    from crossfed.platform.config.settings import Resources
-    from crossfed.platform.tokeniser import ray_train
-
-    g = torch.Generator().manual_seed(0)
-    x = (
-        torch.randn(300, 12, generator=g)
-        + 4 * torch.randn(6, 12, generator=g)[torch.arange(300) % 6]
-    )
-    one = Spec.of(config(shops, tmp_path, "tokeniser.epochs=10"))
-    states = {
-        workers: ray_train.train(
-            replace(one, workers=workers), x, tmp_path, f"key{workers}", Resources()
-        )
-        for workers in (1, 2)
-    }
-    errors = {}
-    for workers, state in states.items():
-        model = make(one, 12)
-        model.load_state_dict(state)
-        errors[workers] = model.errors(x)[-1]
-    assert errors[2] == pytest.approx(errors[1], rel=0.15)
-    assert not torch.equal(states[1]["codebooks"], states[2]["codebooks"])
-
-    (kept,) = (path for path in (tmp_path / "key1").glob("checkpoint_*") if path.is_dir())
-    saved = checkpoint.load(kept / "training")
-    assert saved["done"] == 10
-    saved["done"] = 9
-    saved["model"]["up_to.bias"] += 100
-    checkpoint.save(kept / "training", saved)
-    again = ray_train.train(one, x, tmp_path, "key1", Resources())
-    assert float((again["up_to.bias"] - states[1]["up_to.bias"]).median()) == pytest.approx(
-        100, abs=1
-    )
