@@ -23,7 +23,7 @@ from crossfed.platform.console import Progress, SummaryRow
 from crossfed.platform.data.store import PreparedData
 from crossfed.platform.registry import method_file, method_names
 from crossfed.platform.report.tables import Cell, Column, Grid
-from crossfed.platform.serving import model, save
+from crossfed.platform.serving import model
 from made_runs import make_run, users
 
 
@@ -195,6 +195,22 @@ def test_the_help_of_tune_shows_what_tuning_takes() -> None:
         word in seen
         for word in ("resume", "extend", "--max-rounds", "--time-budget", "--search", "--sampler")
     )
+
+
+@pytest.mark.parametrize(
+    ("command", "default"),
+    [
+        ("run", "ray"),
+        ("recommend", "10"),
+        ("evaluate", "the run's"),
+        ("compare", "the one that selects"),
+        ("tune start", "runs"),
+    ],
+)
+def test_a_default_in_words_is_no_markup(command: str, default: str) -> None:
+    """Rich takes what stands in brackets for a style and leaves it out."""
+    seen = shown(*command.split(), "--help", width=200, terminal=False)
+    assert f"[default: {default}" in re.sub(r"\s+", " ", seen)
 
 
 def completed(line: str, folder: Path) -> list[str]:
