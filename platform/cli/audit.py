@@ -54,7 +54,7 @@ def audit(
     metric: Annotated[
         str | None,
         typer.Option(
-            help="Test metric of --controls.  [default: the one that selects]", show_default=False
+            help="Test metric of --controls.  \\[default: the one that selects]", show_default=False
         ),
     ] = None,
     local: Annotated[
@@ -69,7 +69,7 @@ def audit(
     ] = None,
     backend: Annotated[
         Place | None,
-        typer.Option(help="Where new runs run.  [default: as the run]", show_default=False),
+        typer.Option(help="Where new runs run.  \\[default: as the run]", show_default=False),
     ] = None,
     progress: Annotated[
         Shown, typer.Option(help="How the progress of new runs is shown.")

@@ -110,7 +110,7 @@ def submit(
     address: Annotated[
         str | None,
         typer.Option(
-            help="The job server.  [default: RAY_API_SERVER_ADDRESS, else "
+            help="The job server.  \\[default: RAY_API_SERVER_ADDRESS, else "
             "http://127.0.0.1:8265, as `ray dashboard` opens it]",
             show_default=False,
         ),

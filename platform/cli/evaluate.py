@@ -21,7 +21,7 @@ def evaluate(
     protocol: Annotated[
         str | None,
         typer.Option(
-            help="A protocol with the run's split.  [default: the run's]", show_default=False
+            help="A protocol with the run's split.  \\[default: the run's]", show_default=False
         ),
     ] = None,
     sets: Annotated[
@@ -34,13 +34,16 @@ def evaluate(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the new run.  [default: beside the run]", show_default=False),
+        typer.Option(
+            help="Folder of the new run.  \\[default: beside the run]", show_default=False
+        ),
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="Where the run's data are now, if they moved.")
     ] = None,
     backend: Annotated[
-        Place | None, typer.Option(help="Where it runs.  [default: as the run]", show_default=False)
+        Place | None,
+        typer.Option(help="Where it runs.  \\[default: as the run]", show_default=False),
     ] = None,
     progress: Annotated[Shown, typer.Option(help="How progress is shown.")] = Shown.auto,
 ) -> None:

@@ -179,14 +179,14 @@ def run(
         ),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Seed of the run.  [default: 0]", show_default=False)
+        int | None, typer.Option(help="Seed of the run.  \\[default: 0]", show_default=False)
     ] = None,
     out: Annotated[
         str | None,
         typer.Option(
             help="Folder of run directories, or a URI (s3://bucket/prefix …) to which runs in "
             "./runs are copied commit by "
-            "commit.  [default: runs]",
+            "commit.  \\[default: runs]",
             show_default=False,
         ),
     ] = None,
@@ -200,7 +200,7 @@ def run(
     ] = None,
     backend: Annotated[
         Backend | None,
-        typer.Option(help="Ray actors, or one process.  [default: ray]", show_default=False),
+        typer.Option(help="Ray actors, or one process.  \\[default: ray]", show_default=False),
     ] = None,
     control: Annotated[
         ControlOption | None,

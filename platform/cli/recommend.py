@@ -29,7 +29,9 @@ def recommend(
     user: Annotated[list[str], typer.Option(help="A user's id as in the source. Repeatable.")],
     k: Annotated[
         int | None,
-        typer.Option("--k", "-k", min=1, help="How many items.  [default: 10]", show_default=False),
+        typer.Option(
+            "--k", "-k", min=1, help="How many items.  \\[default: 10]", show_default=False
+        ),
     ] = None,
     exclude_seen: Annotated[
         bool,

@@ -64,14 +64,14 @@ def compare(
     metric: Annotated[
         list[str] | None,
         typer.Option(
-            help="Metrics of the table. Repeatable.  [default: the one that selects, "
+            help="Metrics of the table. Repeatable.  \\[default: the one that selects, "
             "and NDCG beside it]"
         ),
     ] = None,
     against: Annotated[
         list[str] | None,
         typer.Option(
-            help="Rows (or methods) that count as baselines. Repeatable.  [default: methods "
+            help="Rows (or methods) that count as baselines. Repeatable.  \\[default: methods "
             "that exchange nothing]"
         ),
     ] = None,
@@ -87,7 +87,7 @@ def compare(
     format: Annotated[
         Format | None,
         typer.Option(
-            help="Form of the table.  [default: by the ending of --out-file: .md, .tex, .csv, "
+            help="Form of the table.  \\[default: by the ending of --out-file: .md, .tex, .csv, "
             ".html; a table in a "
             "terminal, else md]",
             show_default=False,
@@ -158,7 +158,7 @@ def report(
     to: Annotated[
         Path | None,
         typer.Option(
-            help="The file to write.  [default: report.html in the study's folder, or in "
+            help="The file to write.  \\[default: report.html in the study's folder, or in "
             "analyses below --out]",
             show_default=False,
         ),
@@ -250,12 +250,14 @@ analyse_app = typer.Typer(
 Metric = Annotated[
     str | None,
     typer.Option(
-        help="The metric.  [default: the one that the runs select by]", show_default=False
+        help="The metric.  \\[default: the one that the runs select by]", show_default=False
     ),
 ]
 To = Annotated[
     Path | None,
-    typer.Option(help="Folder for the figure.  [default: analyses, in --out]", show_default=False),
+    typer.Option(
+        help="Folder for the figure.  \\[default: analyses, in --out]", show_default=False
+    ),
 ]
 
 
@@ -412,7 +414,7 @@ def upload(
     target: Annotated[
         float | None,
         typer.Option(
-            help="Value of the metric to reach.  [default: 99 % of the weakest row's best]",
+            help="Value of the metric to reach.  \\[default: 99 % of the weakest row's best]",
             show_default=False,
         ),
     ] = None,
@@ -488,7 +490,7 @@ def item_map(
         typer.Option(
             help="What to map: an exported tensor, text (encoded where the cache has it not), "
             "or an array of the domains' state "
-            "such as model.t_pre. Repeatable.  [default: items]",
+            "such as model.t_pre. Repeatable.  \\[default: items]",
             show_default=False,
         ),
     ] = None,

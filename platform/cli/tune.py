@@ -96,7 +96,7 @@ SamplerOption = Annotated[Sampler, typer.Option(help="Optuna's sampler.")]
 PrunerOption = Annotated[
     Pruner | None,
     typer.Option(
-        help="Rule that stops trials by their rounds.  [default: asha; none with several "
+        help="Rule that stops trials by their rounds.  \\[default: asha; none with several "
         "objectives]",
         show_default=False,
     ),
@@ -108,7 +108,7 @@ Grace = Annotated[
 Reduction = Annotated[
     int | None,
     typer.Option(
-        help="asha: one trial in so many goes on at each rung.  [default: 2]", show_default=False
+        help="asha: one trial in so many goes on at each rung.  \\[default: 2]", show_default=False
     ),
 ]
 Changes = Annotated[
@@ -139,13 +139,13 @@ Sets = Annotated[
 Seed = Annotated[
     int | None,
     typer.Option(
-        help="Seed of the trials' runs and of the sampler.  [default: 0]", show_default=False
+        help="Seed of the trials' runs and of the sampler.  \\[default: 0]", show_default=False
     ),
 ]
 NewOut = Annotated[
     Path | None,
     typer.Option(
-        help="Folder of run directories; the study gets one in it.  [default: runs]",
+        help="Folder of run directories; the study gets one in it.  \\[default: runs]",
         show_default=False,
     ),
 ]
@@ -180,7 +180,7 @@ class Shown(StrEnum):
 Backend = Annotated[
     Place | None,
     typer.Option(
-        help="Nodes of a trial as Ray actors, or all in the trial's process.  [default: ray]",
+        help="Nodes of a trial as Ray actors, or all in the trial's process.  \\[default: ray]",
         show_default=False,
     ),
 ]

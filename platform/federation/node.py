@@ -408,7 +408,8 @@ class Node:
                 whole=whole,
             )
         except CrossfedError as error:
-            raise CrossfedError(f"Domain {self.name}, {part}: {error}.") from error
+            words = str(error).removeprefix(f"{self.name}, ranking {part}: ").rstrip(".")
+            raise CrossfedError(f"Domain {self.name}, {part}: {words}.") from error
         wanted = [
             evaluation.select,
             *(f"{name}_at_{k}" for name in evaluation.metrics for k in evaluation.ks),

@@ -150,6 +150,22 @@ def test_the_help_of_tune_shows_what_tuning_takes() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("command", "default"),
+    [
+        ("run", "ray"),
+        ("recommend", "10"),
+        ("evaluate", "the run's"),
+        ("compare", "the one that selects"),
+        ("tune start", "runs"),
+    ],
+)
+def test_a_default_in_words_is_no_markup(command: str, default: str) -> None:
+    """Rich takes what stands in brackets for a style and leaves it out."""
+    seen = shown(*command.split(), "--help", width=200, terminal=False)
+    assert f"[default: {default}" in re.sub(r"\s+", " ", seen)
+
+
 # -- keys ------------------------------------------------------------------------------------------
 
 

@@ -92,5 +92,6 @@ def test_a_score_that_is_none_is_one_sentence(
     score: Any, words: str, shops: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(toys, "FRAGILE", replace(toys.FRAGILE, score=score))
-    with pytest.raises(CrossfedError, match=rf"^Domain books, validation: .*{words}"):
+    with pytest.raises(CrossfedError, match=rf"^Domain books, validation: .*{words}") as caught:
         run_recorded(fragile(shops, tmp_path, fault="none"))
+    assert str(caught.value).count("books, ") == 1 and not str(caught.value).endswith("..")
