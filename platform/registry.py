@@ -81,7 +81,11 @@ def find_method(name: str) -> Method:
     module, _, attribute = name.partition(":")
     if not attribute:
         if name not in method_names():
-            raise CrossfedError(f"There is no method {name!r}{nearest(name, method_names())}")
+            own = name if Path(f"{name}.py").is_file() else "package.module"
+            raise CrossfedError(
+                f"There is no method {name!r}{nearest(name, method_names())} A method of your own "
+                f"is named by its module: {own}:METHOD."
+            )
         module, attribute = f"{PACKAGE}.{name}", "METHOD"
     if not all(module.split(".")):
         raise CrossfedError(
@@ -91,12 +95,22 @@ def find_method(name: str) -> Method:
     if ":" in name:
         _see_working_directory()
     try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise CrossfedError(f"Method {name!r} cannot be loaded: {error}.") from error
+        loaded = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        where = at(error)
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            where = f"; it must be installed, or lie in the working directory ({Path.cwd()})"
+        raise CrossfedError(f"Method {name!r} cannot be loaded: {error}{where}.") from error
     except Exception as error:  # a module of the user's own may raise anything
         words = f"{type(error).__name__}: {error}".rstrip(".")
         raise CrossfedError(f"Method {name!r} cannot be loaded: {words}{at(error)}.") from error
+    if not hasattr(loaded, attribute):
+        held = [word for word, value in vars(loaded).items() if isinstance(value, Method)]
+        raise CrossfedError(
+            f"Method {name!r} cannot be loaded: {module} holds no {attribute!r}"
+            f"{nearest(attribute, held)}"
+        )
+    found = getattr(loaded, attribute)
     if not isinstance(found, Method):
         raise CrossfedError(
             f"{module}:{attribute} is a {type(found).__name__}, not a "

@@ -32,6 +32,7 @@ from crossfed.platform.method import Release, Scope
 
 if TYPE_CHECKING:
     from crossfed.platform.data.store import PreparedData
+    from crossfed.tuning.space import Parameter
 
 RUNNING, DATA, RESULTS, PLACES = (
     "Run and search",
@@ -306,6 +307,7 @@ def methods(
     """List the methods, and what each sends."""
     from crossfed.platform.config.settings import run_keys
     from crossfed.platform.registry import find_method, method_file, method_names
+    from crossfed.tuning.space import space
 
     console = Console()
     for found in [name] if name else method_names():
@@ -348,10 +350,10 @@ def methods(
             console.print(
                 f"  local variant: {local.get('method', name)}", markup=False, highlight=False
             )
-        if search := shipped.get("search"):
+        if searched := space(found):
             console.print(
                 "  searched: "
-                + "; ".join(f"{key} {_range(value)}" for key, value in search.items()),
+                + "; ".join(f"{key} {_range(entry)}" for key, entry in searched.items()),
                 markup=False,
                 highlight=False,
             )
@@ -369,11 +371,14 @@ def _released(release: Release) -> str:
     )
 
 
-def _range(entry: dict[str, Any]) -> str:
-    if "values" in entry:
-        return "{" + ", ".join(map(str, entry["values"])) + "}"
-    kind = " log" if entry.get("log") else ""
-    return f"{entry['low']} … {entry['high']}{kind}"
+def _range(entry: Parameter) -> str:
+    """What is searched of one key, in words."""
+    from crossfed.tuning.space import Range
+
+    ends = [str(end) for end in entry.ends()]
+    if isinstance(entry, Range):
+        return " … ".join(ends) + (" log" if entry.log else "")
+    return "{" + ", ".join(ends) + "}"
 
 
 @data_app.command()

@@ -79,7 +79,7 @@ def commands() -> list[tuple[str, list[str]]]:
     for path in DOCUMENTS:
         for block in blocks(path, "bash"):
             for line in block.replace("\\\n", " ").splitlines():
-                for part in re.split(r"&&|;", line.split(" #")[0]):
+                for part in re.split(r"&&|;", re.split(r"(?:^| )#", line)[0]):
                     words = shlex.split(part.strip())
                     if words and Path(words[0]).name == "crossfed":
                         found.append((str(path.relative_to(ROOT)), words[1:]))
@@ -123,18 +123,22 @@ def test_the_methods_example_runs_and_its_payloads_are_the_declared_ones(tmp_pat
     (tmp_path / "fedmf.py").write_text(
         example(ROOT / ".github" / "CONTRIBUTING.md", "fedmf.py"), encoding="utf-8"
     )
+    contributing = ROOT / ".github" / "CONTRIBUTING.md"
+    (tmp_path / "test_fedmf.py").write_text(example(contributing, "test_fedmf.py"))
+    (tmp_path / "fedmf.yaml").write_text(
+        next(text for text in blocks(contributing, "yaml") if "search:" in text)
+    )
     code = (
-        "import sys; sys.path.insert(0, '')\n"
-        "import crossfed\n"
-        "small = {'synthetic.users': 60, 'synthetic.items': 40, 'text.encoder': 'hashing:384', "
-        "'tracking.enabled': False}\n"
-        "run = crossfed.run('fedmf:METHOD', rounds=3, dim=4, backend='inprocess', "
-        "progress='quiet', settings=small)\n"
-        "assert set(run.ledger()['key']) == {'map', 'n'}\n"
-        "assert run.history['train/food/loss'].is_monotonic_decreasing\n"
+        "import pytest\n"
+        "from crossfed.platform.registry import method_file\n"
+        "from crossfed.platform.config.settings import build\n"
+        "from crossfed.tuning.space import space\n"
+        "assert build('fedmf:METHOD', preset='wide').config['dim'] == 64\n"
+        "assert set(space('fedmf:METHOD')) == set(method_file('fedmf:METHOD')['search'])\n"
+        "raise SystemExit(pytest.main(['-q', '-p', 'no:cacheprovider', 'test_fedmf.py']))\n"
     )
     done = run(code, tmp_path, tmp_path / "cache")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_readmes_example_runs_word_for_word(tmp_path: Path) -> None:

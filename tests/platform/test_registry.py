@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from crossfed.platform.cli.main import main
 from crossfed.platform.config.settings import build
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.federation.final import test_once as final_test
@@ -153,3 +154,42 @@ def test_of_many_words_the_nearest_few_are_named() -> None:
     told = nearest_few("thread", allowed, "`crossfed methods` shows all", count=3)
     assert told.startswith("; did you mean resources.threads? Near it: ")
     assert told.endswith("; `crossfed methods` shows all.") and told.count(",") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("my_module_of_test", r"named by its module: my_module_of_test:METHOD\.$"),
+        ("my_modul", r"named by its module: package\.module:METHOD\.$"),
+        (
+            "my_module_of_test:METHODE",
+            r"no 'METHODE'; did you mean METHOD\? Allowed: BASE, BROKEN, ",
+        ),
+        ("my_modul:METHOD", r"No module named 'my_modul'; it must be installed, or lie in the wor"),
+        ("needs_another:METHOD", r"No module named 'absent' \(.*needs_another\.py, line 2\)\.$"),
+    ],
+)
+def test_a_wrong_name_says_what_to_write(name: str, words: str, folder: Path) -> None:
+    (folder / "needs_another.py").write_text("x = 1\nimport absent\n")
+    with pytest.raises(CrossfedError, match=words):
+        find_method(name)
+
+
+def test_what_its_yaml_searches_is_listed_or_refused_in_a_sentence(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def listed(search: str) -> tuple[int, str, str]:
+        (folder / "mine.yaml").write_text(f"search: {search}\n")
+        monkeypatch.setattr(sys, "argv", ["crossfed", "methods", "my_module_of_test:METHOD"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    code, out, _ = listed("{dim: [8, 16], lr: {low: 0.001, high: 0.1, log: true}}")
+    assert code == 0 and "searched: dim {8, 16}; lr 0.001 … 0.1 log" in out
+    for search, words in (
+        ("{dim: 8}", "dim: 8 is neither {values: […]} nor {low: …, high: …"),
+        ("{dims: [8]}", "dims"),
+    ):
+        code, _, err = listed(search)
+        assert code == 2 and words in err and "Traceback" not in err
