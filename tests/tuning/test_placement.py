@@ -33,3 +33,11 @@ def test_trials_at_once_fit_machines_too() -> None:
     assert made.run.resources.cpus_per_domain == 0.5
     inside = slots(build("toys:AVERAGE", values={"backend": "inprocess"}), NODES, 4, rows)
     assert inside.cpus == 0.5  # four times 0.75 are 3 CPUs, which no four processes can share here
+
+
+def test_as_many_trials_run_at_once_as_have_a_cpu_per_node() -> None:
+    """Four nodes on eight CPUs: two trials; on three CPUs one; what is said counts."""
+    base = build("toys:AVERAGE")
+    assert slots(base, NODES, None, [machine(8)]).at_once == 2
+    assert slots(base, NODES, None, [machine(3)]).at_once == 1
+    assert slots(base, NODES, 3, [machine(8)]).at_once == 3
