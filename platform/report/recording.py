@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def _params(config: RunConfig, data: str) -> dict[str, Any]:
     """What the tracker shows as the run's parameters."""
     known = {
-        "method": config.method,
+        "method": method_name(config.method),
         "data": data,
         "seed": config.seed,
         "protocol": config.evaluation.protocol,
@@ -57,7 +57,7 @@ def run_title(config: RunConfig, run_dir: Path, data: str) -> str:
     them, its data.
     """
     study = config.tracking.tags.get("study")
-    return " ".join([run_dir.name, *([study, config.method] if study else []), data])
+    return " ".join([run_dir.name, *([study, method_name(config.method)] if study else []), data])
 
 
 def model_title(config: RunConfig, data: str, domain: str) -> str:
@@ -65,7 +65,7 @@ def model_title(config: RunConfig, data: str, domain: str) -> str:
     from.
     """
     study = config.tracking.tags.get("study")
-    return "-".join([config.method, data, domain, *([study] if study else [])])
+    return "-".join([method_name(config.method), data, domain, *([study] if study else [])])
 
 
 def track(

@@ -5,6 +5,7 @@ Ray here.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,9 @@ def test_a_setting_that_the_method_refuses_is_a_failed_trial_and_the_next_is_ask
     tmp_path: Path,
 ) -> None:
     desk, said = desk_of(tmp_path)
-    desk.slots.run.config["K"] = "many"
+    run = desk.slots.run
+    odd = run.model_copy(update={"config": run.config | {"K": "many"}})
+    desk.slots = replace(desk.slots, run=odd)
     assert desk.next() is None
     assert [line.split("  failed: ")[0] for line in said] == ["trial 0", "trial 1", "trial 2"]
     assert "the setting is not possible" in said[0]

@@ -268,7 +268,7 @@ import json, sys, time
 import ray
 from pathlib import Path
 from crossfed.platform.config.settings import build
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 from crossfed.tuning.search import start
 from crossfed.tuning.study import Search
 

@@ -47,6 +47,8 @@ def out(tmp_path: Path) -> Path:
                 "bytes_down": 9,
                 "seconds": 2.0,
                 "metrics": {"val/books/recall_at_20": 0.3},
+                "best": 0.3,
+                "domains": {"books": 0.3},
             }
         ]
         make_run(tmp_path / name, method, seed, values, sets=sets, history=rows)

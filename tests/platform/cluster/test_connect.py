@@ -316,7 +316,7 @@ import json, sys, ray
 ray.init(address="local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 from crossfed.platform.config.settings import build
 from crossfed.platform.report.recording import run_recorded
-from crossfed.platform.method import CrossfedError
+from crossfed.platform.errors import CrossfedError
 def go(*sets):
     values = {"data": sys.argv[1], "out": sys.argv[2], "tracking.enabled": False}
     return run_recorded(build("toys:AVERAGE", sets=["rounds=1", *sets], values=values))

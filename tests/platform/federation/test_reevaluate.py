@@ -21,13 +21,13 @@ from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError
 from crossfed.platform.evaluation import candidates
 from crossfed.platform.evaluation.protocols import PROTOCOLS, Protocol
-from crossfed.platform.federation import run as run_module
 from crossfed.platform.federation.final import test_once as final_test
 from crossfed.platform.federation.reevaluate import evaluate, evaluation_config
 from crossfed.platform.federation.runs import find_run, load_scorer, stored_config
 from crossfed.platform.method import ranking_keys
 from crossfed.platform.report.finished import check_comparable, load_runs
 from crossfed.platform.report.recording import run_recorded
+from crossfed.platform.tracking.tracker import Tracker
 
 FEW = Protocol(
     "leave-one-out-9", "leave-one-out", 9, "As leave-one-out, but among 9 sampled items."
@@ -230,7 +230,7 @@ def test_the_tracker_is_told_whose_model_it_is(
     local: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: dict[str, Any] = {}
-    start = run_module.Tracker.start
+    start = Tracker.start
 
     def noted(
         settings: Any, run_dir: Path, name: str, params: Any, tags: Any, *rest: Any, **more: Any
@@ -238,9 +238,9 @@ def test_the_tracker_is_told_whose_model_it_is(
         told.update(params=params, tags=tags)
         return start(settings, run_dir, name, params, tags, *rest, **more)
 
-    monkeypatch.setattr(run_module.Tracker, "start", noted)
+    monkeypatch.setattr(Tracker, "start", noted)
     again(local[0], tmp_path, protocol=FEW.id)
-    assert told["tags"]["evaluated"] == local[0].name and told["tags"]["protocol"] == FEW.id
+    assert told["tags"]["evaluated"] == local[0].name and told["params"]["protocol"] == FEW.id
     assert stored_config(local[0]).config.items() <= told["params"].items()
 
 

@@ -288,10 +288,10 @@ def test_a_full_disk_leaves_the_last_round(
     """The disk fills up in round 3: one sentence; and the run continues from round 2 to the same
     end.
     """
-    from crossfed.platform import checkpoint
+    import safetensors.torch
 
     straight = run_recorded(config("AVERAGE", shops, tmp_path / "straight"))
-    original, count = checkpoint.save_file, 0
+    original, count = safetensors.torch.save_file, 0
 
     def full(tensors: Any, path: Any) -> None:
         nonlocal count
@@ -300,11 +300,11 @@ def test_a_full_disk_leaves_the_last_round(
             raise OSError(28, "No space left on device")
         original(tensors, path)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
     broken: list[Path] = []
     with pytest.raises(CrossfedError, match=r"cannot be written .*No space left"):
         run_recorded(config("AVERAGE", shops, tmp_path / "broken"), started=broken.append)
-    monkeypatch.setattr(checkpoint, "save_file", original)
+    monkeypatch.setattr(safetensors.torch, "save_file", original)
     resumed = run_recorded(stored_config(broken[0]), resume=broken[0])
     assert comparable(resumed.result) == comparable(straight.result)
 

@@ -55,7 +55,7 @@ def test_a_finished_run_is_left_alone(
     done = run_recorded(config("AVERAGE", shops, tmp_path), finish=final_test)
     before, heard = contents(tmp_path), Heard()
     monkeypatch.setattr("crossfed.platform.federation.run._nodes", no_nodes)
-    monkeypatch.setattr("crossfed.platform.federation.run.track", no_nodes)
+    monkeypatch.setattr("crossfed.platform.report.recording.track_beside", no_nodes)
     again = run_recorded(
         stored_config(done.run_dir), resume=done.run_dir, finish=final_test, view=heard.view
     )
@@ -82,13 +82,13 @@ def test_a_run_killed_while_its_result_was_recorded_is_recorded_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("crossfed.platform.federation.run.record", killed)
+        patch.setattr("crossfed.platform.report.recording.record", killed)
         run_recorded(config("AVERAGE", shops, tmp_path), finish=final_test)
     (run_dir,) = (path.parent for path in tmp_path.glob(f"*/{ENDING}"))
     assert (run_dir / RESULT).is_file()
     recorded: list[Any] = []
     monkeypatch.setattr(
-        "crossfed.platform.federation.run.record", lambda *given: recorded.append(given)
+        "crossfed.platform.report.recording.record", lambda *given: recorded.append(given)
     )
     run_recorded(stored_config(run_dir), resume=run_dir, finish=final_test)
     assert len(recorded) == 1 and not (run_dir / ENDING).exists()

@@ -42,10 +42,15 @@ def config(method: str, data: Path, out: Path, *sets: str, seed: int = 0) -> Run
 
 
 def beside(
-    run_dir: Path, seeds: int, finish: Any = final_test, said: list[str] | None = None
+    run_dir: Path,
+    seeds: int,
+    finish: Any = final_test,
+    said: list[str] | None = None,
+    launch: Any = run_recorded,
 ) -> list[Arm]:
     alone = local_variant(transfer.stored_config(run_dir), "toy_controls:ALONE")
-    return run_arms(run_dir, seeds, finish, alone, say=[].append if said is None else said.append)
+    say = [].append if said is None else said.append
+    return run_arms(run_dir, seeds, finish, alone, say=say, launch=launch)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +83,7 @@ def test_every_arm_is_one_run_per_seed(copies: tuple[Path, list[Arm]]) -> None:
         result = read_json(arm.path / "result.json")
         assert result["seed"] == arm.seed and result["config"]["rounds"] == 3
         assert result["control"] == (arm.name if arm.name not in ("local", "honest") else "none")
-        assert result["method"] == (
-            "toy_controls:ALONE" if arm.name == "local" else "toy_controls:COPIES"
-        )
+        assert result["method"] == ("alone" if arm.name == "local" else "copies")
 
 
 def test_what_has_finished_is_not_run_again(
@@ -94,9 +97,8 @@ def test_what_has_finished_is_not_run_again(
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("ran again")
 
-    monkeypatch.setattr(transfer, "run_recorded", never)
-    assert beside(run_dir, 2) == arms
-    assert beside(other, 2) == [
+    assert beside(run_dir, 2, launch=never) == arms
+    assert beside(other, 2, launch=never) == [
         replace(arm, path=other) if arm.path == run_dir else arm for arm in arms
     ]
 
@@ -401,7 +403,7 @@ def test_without_a_gain_there_is_no_share(copies: tuple[Path, list[Arm]]) -> Non
         not gains(block["domains"]["left"]) and block["domains"]["left"]["noise"]["share"] is None
     )
     assert {row[6] for row in table(block).rows} == {"–", "no gain to lose"}
-    assert sentences(block)[2].startswith("left: worse in Recall@20 than toy_controls:COPIES (")
+    assert sentences(block)[2].startswith("left: worse in Recall@20 than copies (")
 
 
 def test_the_numbers_survive_the_way_through_a_file(
