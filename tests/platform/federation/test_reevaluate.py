@@ -26,7 +26,7 @@ from crossfed.platform.federation.reevaluate import evaluate, evaluation_config
 from crossfed.platform.federation.runs import find_run, load_scorer, stored_config
 from crossfed.platform.method import ranking_keys
 from crossfed.platform.report.finished import check_comparable, load_runs
-from crossfed.platform.report.recording import run_recorded
+from crossfed.platform.report.recording import Recording, run_recorded
 from crossfed.platform.tracking.tracker import Tracker
 
 FEW = Protocol(
@@ -72,7 +72,9 @@ def result(run_dir: Path) -> dict[str, Any]:
 
 
 def again(run_dir: Path, out: Path, *sets: str, protocol: str | None = None) -> Path:
-    return evaluate(run_dir, final_test, protocol=protocol, sets=sets, out=out).run_dir
+    watched = (Recording(),)
+    done = evaluate(run_dir, final_test, protocol=protocol, sets=sets, out=out, callbacks=watched)
+    return done.run_dir
 
 
 # -- what comes of it ------------------------------------------------------------------------------
