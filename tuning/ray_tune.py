@@ -1,5 +1,5 @@
 """What Ray Tune is given: who asks for trials, who stops them, and what ends everything. It calls a
-`Desk` and knows no more.
+`TrialScheduler` and knows no more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ray.tune.search import ConcurrencyLimiter, Searcher
 from crossfed.platform.endings import give_up_later
 from crossfed.platform.federation.node import Artifacts
 from crossfed.platform.federation.run import Finish
-from crossfed.tuning.scheduler import TIME_IS_UP, Desk
+from crossfed.tuning.scheduler import TIME_IS_UP, TrialScheduler
 from crossfed.tuning.trial import FederationTrial
 
 
@@ -34,7 +34,7 @@ class _Unsaved:
     storage instead.
     """
 
-    desk: Desk
+    desk: TrialScheduler
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "desk"}
@@ -43,7 +43,7 @@ class _Unsaved:
 class Ask(_Unsaved, Searcher):  # type: ignore[misc]
     """Tune asks for trials here."""
 
-    def __init__(self, desk: Desk):
+    def __init__(self, desk: TrialScheduler):
         super().__init__(metric="step", mode="max")
         self.desk = desk
 
@@ -65,7 +65,7 @@ class Ask(_Unsaved, Searcher):  # type: ignore[misc]
 class Judge(_Unsaved, FIFOScheduler):  # type: ignore[misc]
     """Tune reports rounds and ends here."""
 
-    def __init__(self, desk: Desk):
+    def __init__(self, desk: TrialScheduler):
         super().__init__()  # type: ignore[no-untyped-call]
         self.desk = desk
 
@@ -85,7 +85,7 @@ class Judge(_Unsaved, FIFOScheduler):  # type: ignore[misc]
 class Lost(_Unsaved, tune.Callback):  # type: ignore[misc]
     """Tune reports here what failed for good; its schedulers are told of every attempt."""
 
-    def __init__(self, desk: Desk):
+    def __init__(self, desk: TrialScheduler):
         self.desk = desk
 
     def on_trial_error(
@@ -98,7 +98,7 @@ class Lost(_Unsaved, tune.Callback):  # type: ignore[misc]
 class Halt(_Unsaved, tune.Stopper):  # type: ignore[misc]
     """Stops everything between two rounds when the desk says so, or the time is up."""
 
-    def __init__(self, desk: Desk):
+    def __init__(self, desk: TrialScheduler):
         self.desk = desk
 
     def __call__(self, trial_id: str, result: Mapping[str, Any]) -> bool:
@@ -144,7 +144,7 @@ class Interruptible:
 
     def __init__(self, warn: Callable[[str], None]):
         self.warn = warn
-        self.desk: Desk | None = None
+        self.desk: TrialScheduler | None = None
         self.before: dict[int, Any] = {}
         self.again: threading.Timer | None = None
 
@@ -190,7 +190,11 @@ def _quiet() -> Iterator[None]:
 
 
 def fit(
-    desk: Desk, count: int, artifacts: Artifacts, finish: Finish | None, signals: Interruptible
+    desk: TrialScheduler,
+    count: int,
+    artifacts: Artifacts,
+    finish: Finish | None,
+    signals: Interruptible,
 ) -> None:
     """Run up to `count` trials from a desk.
 

@@ -33,7 +33,7 @@ STAGGER = 60.0
 
 
 @dataclass(slots=True)
-class Desk:
+class TrialScheduler:
     """Where Tune's calls arrive: hands out trials, judges rounds, closes the books.
 
     Attributes:
@@ -247,7 +247,7 @@ class Desk:
 
 
 @dataclass(slots=True)
-class Finals(Desk):
+class Finals(TrialScheduler):
     """The winner's runs in full, one per seed; they alone read the test split."""
 
     todo: list[int] = field(default_factory=list)

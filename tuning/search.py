@@ -43,7 +43,7 @@ from crossfed.tuning.placement import Slots, slots
 from crossfed.tuning.ray_tune import Interruptible, fit
 from crossfed.tuning.report import tables
 from crossfed.tuning.report.figures import save_figures
-from crossfed.tuning.scheduler import TIME_IS_UP, Desk, Finals, final_name, setting_of
+from crossfed.tuning.scheduler import TIME_IS_UP, Finals, TrialScheduler, final_name, setting_of
 from crossfed.tuning.study import (
     STUDY,
     SUMMARY,
@@ -177,7 +177,7 @@ def go_on(
                 parent = _parent(study, view)
                 try:
                     _search(
-                        Desk(study, placed, parent, view.note, _uri(study), since=began),
+                        TrialScheduler(study, placed, parent, view.note, _uri(study), since=began),
                         artifacts,
                         signals,
                     )
@@ -210,7 +210,7 @@ def _kept(study: Study) -> Iterator[None]:
         ) from error
 
 
-def _search(desk: Desk, artifacts: Artifacts, signals: Interruptible) -> None:
+def _search(desk: TrialScheduler, artifacts: Artifacts, signals: Interruptible) -> None:
     """Run the trials that are left, within the time that is left."""
     study = desk.study
     if (left := study.left()) > 0:

@@ -46,7 +46,18 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 floors. Lowest first.
 """
 
-WORDS = ("told", "found", "own", "Desk", "Ask", "Judge", "Halt", "Book", "seam", "courses")
+WORDS = (
+    "told",
+    "found",
+    "own",
+    "TrialScheduler",
+    "Ask",
+    "Judge",
+    "Halt",
+    "Book",
+    "seam",
+    "courses",
+)
 LONG_LINE, LONG_MODULE = 100, 400
 
 

@@ -16,7 +16,7 @@ from ray.tune.experiment import Trial
 from crossfed.platform.config.settings import build
 from crossfed.platform.tracking.tracker import Tracker
 from crossfed.tuning.placement import slots
-from crossfed.tuning.scheduler import TIME_IS_UP, Desk, Finals, final_name, setting_of
+from crossfed.tuning.scheduler import TIME_IS_UP, Finals, TrialScheduler, final_name, setting_of
 from crossfed.tuning.study import Search, Study
 from crossfed.tuning.trial import STOPPED
 
@@ -24,7 +24,9 @@ SPACE = {"step": {"low": 0.1, "high": 1.0}, "dim": [2, 3, 4]}
 MACHINE = {"Alive": True, "Resources": {"CPU": 4.0}}
 
 
-def desk_of(out: Path, kind: type[Desk] = Desk, **search: Any) -> tuple[Desk, list[str]]:
+def desk_of(
+    out: Path, kind: type[TrialScheduler] = TrialScheduler, **search: Any
+) -> tuple[TrialScheduler, list[str]]:
     """A desk over a new study, and the lines that it says."""
     values = {"out": out, "tracking.enabled": False, "backend": "inprocess"}
     base = build("toys:AVERAGE", values=values)
@@ -52,7 +54,7 @@ def facts(books: float, films: float, rounds: int = 4, **more: Any) -> str:
     return json.dumps(told | more)
 
 
-def started(desk: Desk) -> Trial:
+def started(desk: TrialScheduler) -> Trial:
     task = desk.next()
     assert task is not None
     return trial_of(task)

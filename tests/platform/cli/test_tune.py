@@ -21,7 +21,7 @@ from crossfed.platform.errors import CrossfedError
 from crossfed.tuning import search as searching
 from crossfed.tuning.placement import slots
 from crossfed.tuning.ray_tune import Ask, Halt, Judge
-from crossfed.tuning.scheduler import Desk
+from crossfed.tuning.scheduler import TrialScheduler
 from crossfed.tuning.search import _kept, check, go_on, start, tune_all
 from crossfed.tuning.study import Search, Study
 
@@ -165,7 +165,7 @@ def test_a_storage_that_takes_no_more_ends_the_search_in_a_sentence(
     """
     study = study_on(shops, tmp_path)
     parent: Any = SimpleNamespace(run_id=None)
-    desk = Desk(study, slots(study.base, ("server", "books"), 1, []), parent, print, None)
+    desk = TrialScheduler(study, slots(study.base, ("server", "books"), 1, []), parent, print, None)
     asked = Ask(desk).suggest("a")
 
     class Told:
