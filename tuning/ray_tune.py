@@ -40,7 +40,7 @@ class _Unsaved:
         return {key: value for key, value in self.__dict__.items() if key != "desk"}
 
 
-class Ask(_Unsaved, Searcher):  # type: ignore[misc]
+class SearcherAdapter(_Unsaved, Searcher):  # type: ignore[misc]
     """Tune asks for trials here."""
 
     def __init__(self, desk: TrialScheduler):
@@ -211,7 +211,7 @@ def fit(
     tuner = tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
-            search_alg=ConcurrencyLimiter(Ask(desk), max_concurrent=placed.at_once),
+            search_alg=ConcurrencyLimiter(SearcherAdapter(desk), max_concurrent=placed.at_once),
             scheduler=Judge(desk),
             num_samples=count,
             reuse_actors=True,

@@ -51,7 +51,7 @@ WORDS = (
     "found",
     "own",
     "TrialScheduler",
-    "Ask",
+    "SearcherAdapter",
     "Judge",
     "Halt",
     "Book",

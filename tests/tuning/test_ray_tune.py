@@ -13,7 +13,7 @@ from ray.tune.search import Searcher
 from crossfed.platform.config.settings import build
 from crossfed.tuning import scheduler as desks
 from crossfed.tuning.placement import Slots
-from crossfed.tuning.ray_tune import Ask
+from crossfed.tuning.ray_tune import SearcherAdapter
 from crossfed.tuning.scheduler import TrialScheduler
 from crossfed.tuning.study import Search, Study
 
@@ -35,7 +35,7 @@ def begin(desk: TrialScheduler, number: int) -> None:
 
 
 def test_trials_start_one_after_the_other(desk: TrialScheduler) -> None:
-    ask = Ask(desk)
+    ask = SearcherAdapter(desk)
     assert ask.suggest("a")["number"] == 0
     assert ask.suggest("b") is None, "Tune asks again"
     begin(desk, 0)
@@ -44,7 +44,7 @@ def test_trials_start_one_after_the_other(desk: TrialScheduler) -> None:
 
 
 def test_a_trial_that_ended_before_its_nodes_were_up_holds_nobody(desk: TrialScheduler) -> None:
-    ask = Ask(desk)
+    ask = SearcherAdapter(desk)
     ask.suggest("a")
     trial: Any = SimpleNamespace(config={"number": 0})
     desk.lost(trial, "its process died")
@@ -54,7 +54,7 @@ def test_a_trial_that_ended_before_its_nodes_were_up_holds_nobody(desk: TrialSch
 def test_the_next_trial_waits_a_minute_at_most(
     desk: TrialScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask, now = Ask(desk), [1000.0]
+    ask, now = SearcherAdapter(desk), [1000.0]
     monkeypatch.setattr(desks.time, "monotonic", lambda: now[0])
     ask.suggest("a")
     now[0] += 59
@@ -67,7 +67,7 @@ def test_what_an_interrupted_trial_left_does_not_count(desk: TrialScheduler) -> 
     begin(desk, 0)
     file = desk.study.folder_of(0) / "placement.json"
     os.utime(file, (1, 1))
-    ask = Ask(desk)
+    ask = SearcherAdapter(desk)
     ask.suggest("a")
     assert ask.suggest("b") is None
     begin(desk, 0)
@@ -75,7 +75,7 @@ def test_what_an_interrupted_trial_left_does_not_count(desk: TrialScheduler) -> 
 
 
 def test_a_search_that_is_stopped_hands_out_nothing_more(desk: TrialScheduler) -> None:
-    ask = Ask(desk)
+    ask = SearcherAdapter(desk)
     ask.suggest("a")
     desk.halt = "interrupted"
     assert ask.suggest("b") == Searcher.FINISHED

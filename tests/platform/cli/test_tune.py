@@ -20,7 +20,7 @@ from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError
 from crossfed.tuning import search as searching
 from crossfed.tuning.placement import slots
-from crossfed.tuning.ray_tune import Ask, Halt, Judge
+from crossfed.tuning.ray_tune import Halt, Judge, SearcherAdapter
 from crossfed.tuning.scheduler import TrialScheduler
 from crossfed.tuning.search import _kept, check, go_on, start, tune_all
 from crossfed.tuning.study import Search, Study
@@ -166,7 +166,7 @@ def test_a_storage_that_takes_no_more_ends_the_search_in_a_sentence(
     study = study_on(shops, tmp_path)
     parent: Any = SimpleNamespace(run_id=None)
     desk = TrialScheduler(study, slots(study.base, ("server", "books"), 1, []), parent, print, None)
-    asked = Ask(desk).suggest("a")
+    asked = SearcherAdapter(desk).suggest("a")
 
     class Told:
         config = asked
@@ -185,7 +185,7 @@ def test_a_storage_that_takes_no_more_ends_the_search_in_a_sentence(
             desk.halt, desk.problem = None, None
             call()
             assert isinstance(desk.problem, StorageInternalError)
-            assert Halt(desk).stop_all() and Ask(desk).suggest("b") == Searcher.FINISHED
+            assert Halt(desk).stop_all() and SearcherAdapter(desk).suggest("b") == Searcher.FINISHED
     with (
         pytest.raises(
             CrossfedError,
