@@ -62,7 +62,7 @@ class SearcherAdapter(_Unsaved, Searcher):  # type: ignore[misc]
         return
 
 
-class Judge(_Unsaved, FIFOScheduler):  # type: ignore[misc]
+class SchedulerAdapter(_Unsaved, FIFOScheduler):  # type: ignore[misc]
     """Tune reports rounds and ends here."""
 
     def __init__(self, desk: TrialScheduler):
@@ -212,7 +212,7 @@ def fit(
         trainable,
         tune_config=tune.TuneConfig(
             search_alg=ConcurrencyLimiter(SearcherAdapter(desk), max_concurrent=placed.at_once),
-            scheduler=Judge(desk),
+            scheduler=SchedulerAdapter(desk),
             num_samples=count,
             reuse_actors=True,
             trial_name_creator=_name,

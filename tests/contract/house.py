@@ -52,7 +52,7 @@ WORDS = (
     "own",
     "TrialScheduler",
     "SearcherAdapter",
-    "Judge",
+    "SchedulerAdapter",
     "Halt",
     "Book",
     "seam",

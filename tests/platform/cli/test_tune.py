@@ -20,7 +20,7 @@ from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError
 from crossfed.tuning import search as searching
 from crossfed.tuning.placement import slots
-from crossfed.tuning.ray_tune import Halt, Judge, SearcherAdapter
+from crossfed.tuning.ray_tune import Halt, SchedulerAdapter, SearcherAdapter
 from crossfed.tuning.scheduler import TrialScheduler
 from crossfed.tuning.search import _kept, check, go_on, start, tune_all
 from crossfed.tuning.study import Search, Study
@@ -179,8 +179,10 @@ def test_a_storage_that_takes_no_more_ends_the_search_in_a_sentence(
         context.setattr("optuna.Trial.report", broken)
         facts = json.dumps({"domains": {"books": 0.1}, "rounds": 4, "bytes_up": 1, "seconds": 1.0})
         for call in (
-            lambda: Judge(desk).on_trial_result(None, Told, {"step": 1, "facts": facts}),  # type: ignore[arg-type]
-            lambda: Judge(desk).on_trial_complete(None, Told, {"over": True, "facts": facts}),  # type: ignore[arg-type]
+            lambda: SchedulerAdapter(desk).on_trial_result(None, Told, {"step": 1, "facts": facts}),  # type: ignore[arg-type]
+            lambda: SchedulerAdapter(desk).on_trial_complete(
+                None, Told, {"over": True, "facts": facts}
+            ),  # type: ignore[arg-type]
         ):
             desk.halt, desk.problem = None, None
             call()
