@@ -95,7 +95,7 @@ class Lost(_Unsaved, tune.Callback):  # type: ignore[misc]
             self.desk.lost(trial, _cause(trial))
 
 
-class Halt(_Unsaved, tune.Stopper):  # type: ignore[misc]
+class StopperAdapter(_Unsaved, tune.Stopper):  # type: ignore[misc]
     """Stops everything between two rounds when the desk says so, or the time is up."""
 
     def __init__(self, desk: TrialScheduler):
@@ -221,7 +221,7 @@ def fit(
         run_config=tune.RunConfig(
             name=f"tune-{int(time.time())}",
             storage_path=str(folder / ".tune"),
-            stop=Halt(desk),
+            stop=StopperAdapter(desk),
             callbacks=[Lost(desk)],
             failure_config=tune.FailureConfig(max_failures=desk.study.search.retries),
             verbose=0,

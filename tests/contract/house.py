@@ -53,7 +53,7 @@ WORDS = (
     "TrialScheduler",
     "SearcherAdapter",
     "SchedulerAdapter",
-    "Halt",
+    "StopperAdapter",
     "Book",
     "seam",
     "courses",

@@ -20,7 +20,7 @@ from crossfed.platform.data.store import PreparedData
 from crossfed.platform.errors import CrossfedError
 from crossfed.tuning import search as searching
 from crossfed.tuning.placement import slots
-from crossfed.tuning.ray_tune import Halt, SchedulerAdapter, SearcherAdapter
+from crossfed.tuning.ray_tune import SchedulerAdapter, SearcherAdapter, StopperAdapter
 from crossfed.tuning.scheduler import TrialScheduler
 from crossfed.tuning.search import _kept, check, go_on, start, tune_all
 from crossfed.tuning.study import Search, Study
@@ -187,7 +187,10 @@ def test_a_storage_that_takes_no_more_ends_the_search_in_a_sentence(
             desk.halt, desk.problem = None, None
             call()
             assert isinstance(desk.problem, StorageInternalError)
-            assert Halt(desk).stop_all() and SearcherAdapter(desk).suggest("b") == Searcher.FINISHED
+            assert (
+                StopperAdapter(desk).stop_all()
+                and SearcherAdapter(desk).suggest("b") == Searcher.FINISHED
+            )
     with (
         pytest.raises(
             CrossfedError,
