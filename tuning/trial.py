@@ -105,7 +105,7 @@ class FederationTrial(tune.Trainable):  # type: ignore[misc]
     def _run(self, config: dict[str, Any]) -> dict[str, Any]:
         run: RunConfig = config["run"]
         run_dir = run.out / config["name"]
-        book = Book(run, config["number"], config["cpus"], config["gpus"])
+        book = TrialRecord(run, config["number"], config["cpus"], config["gpus"])
         resume = run_dir if (run_dir / "config.yaml").is_file() else None
         if resume is not None:
             book.recall(run_dir / "history.jsonl")
@@ -144,7 +144,7 @@ class FederationTrial(tune.Trainable):  # type: ignore[misc]
         return {"done": True, "over": True, "step": book.rounds, "facts": book.json()}
 
 
-class Book:
+class TrialRecord:
     """What a trial has come to so far, as plain values.
 
     Args:

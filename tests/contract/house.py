@@ -54,7 +54,7 @@ WORDS = (
     "SearcherAdapter",
     "SchedulerAdapter",
     "StopperAdapter",
-    "Book",
+    "TrialRecord",
     "seam",
     "courses",
 )

@@ -11,7 +11,7 @@ import pytest
 
 from crossfed.platform.config.settings import build
 from crossfed.tuning.scheduler import _lost
-from crossfed.tuning.trial import Book, FederationTrial
+from crossfed.tuning.trial import FederationTrial, TrialRecord
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from crossfed.tuning.trial import Book, FederationTrial
     [(0, ""), (1, ", 1 restart after a lost node"), (2, ", 2 restarts after a lost node")],
 )
 def test_what_a_run_lost_is_told(restarts: int, told: str, tmp_path: Path) -> None:
-    book = Book(build("toys:AVERAGE", values={"out": tmp_path}), 0, 1.0, 0.0)
+    book = TrialRecord(build("toys:AVERAGE", values={"out": tmp_path}), 0, 1.0, 0.0)
     measured = {"validation": {"recall_at_20": 0.25}, "test": {"recall_at_20": 0.5}}
     result: dict[str, Any] = {"domains": {"books": measured}, "restarts": restarts}
     book.end(result)
@@ -30,7 +30,7 @@ def test_what_a_run_lost_is_told(restarts: int, told: str, tmp_path: Path) -> No
 
 def test_what_was_done_before_an_interrupt_counts_and_a_repeated_round_once(tmp_path: Path) -> None:
     clock = iter([100.0, 103.0])
-    book = Book(
+    book = TrialRecord(
         build("toys:AVERAGE", values={"out": tmp_path}), 0, 0.5, 0.25, clock=lambda: next(clock)
     )
     rows = [
