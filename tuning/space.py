@@ -41,7 +41,7 @@ class Choice(_Entry):
     values: Annotated[tuple[Any, ...], Field(min_length=1)]
 
     def suggest(self, trial: optuna.Trial, name: str) -> Any:
-        """SearcherAdapter the trial for a value."""
+        """Ask the trial for a value."""
         return trial.suggest_categorical(name, self.values)
 
     def ends(self) -> tuple[Any, ...]:
@@ -66,7 +66,7 @@ class Range(_Entry):
         return self
 
     def suggest(self, trial: optuna.Trial, name: str) -> Any:
-        """SearcherAdapter the trial for a value."""
+        """Ask the trial for a value."""
         if self.int:
             return trial.suggest_int(name, round(self.low), round(self.high), log=self.log)
         return trial.suggest_float(name, self.low, self.high, log=self.log)

@@ -66,7 +66,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "interactions_per_user": 12.0,
             "overlap": 0.1,
         },
-        # The sizes of Amazon TrialRecord–Movie in P2P-IAGR's Table 4, with its 18,031 shared users.
+        # The sizes of Amazon Book–Movie in P2P-IAGR's Table 4, with its 18,031 shared users.
         "large": {
             "domains": ("books", "movies"),
             "users": (603_000, 123_000),

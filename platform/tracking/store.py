@@ -300,7 +300,7 @@ def bounded(patient: bool = False) -> Iterator[None]:
 
 
 def probe(uri: str) -> None:
-    """SearcherAdapter in a few seconds whether a store is there (MLflow's own attempts take minutes); raises
+    """Ask in a few seconds whether a store is there (MLflow's own attempts take minutes); raises
     what went wrong.
     """
     parts = urlsplit(uri)

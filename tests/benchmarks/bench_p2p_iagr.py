@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""P2P-IAGR at the size of Amazon TrialRecord–Movie (Table 4): memory and time of an epoch at growing
+"""P2P-IAGR at the size of Amazon Book–Movie (Table 4): memory and time of an epoch at growing
 sizes; prints one JSON line.
 
     python tests/benchmarks/bench_p2p_iagr.py [--scales 0.0625 0.25 1] [--domains books movies]

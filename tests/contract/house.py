@@ -46,18 +46,7 @@ FLOORS: tuple[frozenset[str], ...] = tuple(
 floors. Lowest first.
 """
 
-WORDS = (
-    "told",
-    "found",
-    "own",
-    "TrialScheduler",
-    "SearcherAdapter",
-    "SchedulerAdapter",
-    "StopperAdapter",
-    "TrialRecord",
-    "seam",
-    "courses",
-)
+WORDS = ("told", "found", "own", "Desk", "Ask", "Judge", "Halt", "Book", "seam", "courses")
 LONG_LINE, LONG_MODULE = 100, 400
 
 

@@ -42,7 +42,7 @@ def make(
 
 
 def run_all(study: Study) -> list[dict[str, Any]]:
-    """SearcherAdapter for every trial and give it a value that grows with `step`."""
+    """Ask for every trial and give it a value that grows with `step`."""
     asked = []
     while (task := study.next()) is not None:
         asked.append(task.values)
