@@ -57,14 +57,14 @@ def run_title(config: RunConfig, run_dir: Path, data: str) -> str:
     them, its data.
     """
     study = config.tracking.tags.get("study")
-    return " ".join([run_dir.name, *([study, config.method] if study else []), data])
+    return " ".join([run_dir.name, *([study, method_name(config.method)] if study else []), data])
 
 
 def model_title(config: RunConfig, data: str, domain: str) -> str:
     """What MLflow calls a domain's model: method, data, domain, and the study that it comes from.
     """
     study = config.tracking.tags.get("study")
-    return "-".join([config.method, data, domain, *([study] if study else [])])
+    return "-".join([method_name(config.method), data, domain, *([study] if study else [])])
 
 
 def track(
