@@ -304,7 +304,7 @@ def _parent(study: Study, view: Progress) -> Tracker:
     parent = Tracker.start(
         base.tracking,
         study.folder,
-        f"{search.name} {base.method} {study.optuna.user_attrs['data']}",
+        f"{search.name} {method_name(base.method)} {study.optuna.user_attrs['data']}",
         {key: value for key, value in shown.items() if value is not None}
         | {
             "method": base.method,
