@@ -24,7 +24,7 @@ def config(data: Path, out: Path, *sets: str) -> RunConfig:
 def test_parameters_are_the_methods_and_what_is_unusual(tmp_path: Path) -> None:
     usual = recording._params(config(tmp_path, tmp_path), "shops")
     assert (usual["method"], usual["data"], usual["seed"], usual["rounds"]) == (
-        "toys:AVERAGE", "shops", 7, 3,
+        "average", "shops", 7, 3,
     )  # fmt: skip
     assert "train_share" not in usual and "control" not in usual
     unusual = config(tmp_path, tmp_path, "evaluation.train_share=0.5", "control=noise")
@@ -42,9 +42,9 @@ def test_names_say_study_method_data_and_domain(tmp_path: Path) -> None:
         config(tmp_path, tmp_path, *sets) for sets in ((), ("tracking.tags={study: s1}",))
     )
     assert run_title(alone, tmp_path / "r1", "shops") == "r1 shops"
-    assert run_title(studied, tmp_path / "r1", "shops") == "r1 s1 toys:AVERAGE shops"
-    assert model_title(alone, "shops", "books") == "toys:AVERAGE-shops-books"
-    assert model_title(studied, "shops", "books") == "toys:AVERAGE-shops-books-s1"
+    assert run_title(studied, tmp_path / "r1", "shops") == "r1 s1 average shops"
+    assert model_title(alone, "shops", "books") == "average-shops-books"
+    assert model_title(studied, "shops", "books") == "average-shops-books-s1"
 
 
 def test_a_run_that_ends_and_one_that_fails_are_recorded(shops: Path, tmp_path: Path) -> None:
