@@ -289,6 +289,8 @@ def server(request: Any, uris: dict[str, str], run_dir: Path, tmp_path: Path) ->
     )
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 240
     while time.monotonic() < deadline:
+        # another process may have taken the port of one that has ended
+        assert process.poll() is None, Path(log.name).read_text()[-2000:]
         try:
             requests.get(f"{address}/ping", timeout=2)
             break
