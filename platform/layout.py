@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 CONFIG, DATA, RESULT = "config.yaml", "data.json", "result.json"
+"""The whole configuration; what data and domains it was started on; what came of it."""
 
 
 PLACEMENT = "placement.json"
@@ -18,6 +19,8 @@ TRAINED = "trained.json"
 
 
 HISTORY, LEDGER = "history.jsonl", "ledger.jsonl"
+"""A line per committed round; a line per array that crossed."""
 
 
 RUN_ID = "mlflow_run_id"
+"""The MLflow run that records it."""

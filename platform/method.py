@@ -1,4 +1,4 @@
-"""The seam between a method and the platform: everything a method sees, and all that it hands back.
+"""The interface of a method: everything that it sees, and all that it hands back.
 
 No Ray, no MLflow, no input or output happens here. A method is a set of *stages*; a stage is a
 number of *rounds*; a round is a sequence of *phases*; a phase is one *step* function run at every
@@ -364,7 +364,7 @@ def inner_product(
     exported: Mapping[str, torch.Tensor], users: npt.NDArray[np.int64]
 ) -> torch.Tensor:
     """Scores [len(users), n_items] from exported "users" [n_users, d] and "items" [n_items, d]."""
-    import torch  # here, because the seam is imported by what answers without it, e.g. `--help`
+    import torch  # here, because this module is imported by what answers without it, e.g. `--help`
 
     return exported["users"][torch.from_numpy(users)] @ exported["items"].T
 

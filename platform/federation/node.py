@@ -1,6 +1,6 @@
 """Where steps run: one `Node` holds one domain (or the server), its data, its state and its checks.
 
-`InProcess` runs all nodes one after the other in this process. `ray_nodes.RayNodes` wraps the same
+`InProcess` runs all nodes one after the other in this process. `actors.RayNodes` wraps the same
 `Node` in Ray actors. Both give a method the same view, so that both give the same numbers.
 """
 

@@ -48,7 +48,7 @@ def evaluation_config(
 
     Args:
         run_dir: the run. protocol: by default its own.
-        sets: `key=value`; a key of `MEASURED` or one that the method marks with `seam.RANKING`.
+        sets: `key=value`; a key of `MEASURED` or one that the method marks with `method.RANKING`.
         data: where its data are now, if not where they were.
 
     Raises:

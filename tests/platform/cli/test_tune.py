@@ -5,12 +5,16 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
 from optuna.exceptions import StorageInternalError
 from ray.tune.search import Searcher
 
@@ -248,3 +252,27 @@ def test_a_damaged_summary_is_told(call: Any, shops: Path, tmp_path: Path, conte
         code == 2
         and (f"study.json is damaged; crossfed tune resume {study.folder} writes it again.") in err
     )
+
+
+def test_the_dashboard_shows_a_study_from_its_own_storage(tmp_path: Path) -> None:
+    pytest.importorskip("optuna_dashboard", reason="the extra dashboard is not installed")
+    base = build("lightgcn", values={"out": tmp_path, "tracking.enabled": False})
+    Study.create(Search(name="seen", trials=2), base, "shops", "f1")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = [sys.executable, "-m", "crossfed.platform.cli.main", "tune", "dashboard", "seen"]
+    process = subprocess.Popen([*program, "--out", str(tmp_path), "--port", str(port)])
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            assert process.poll() is None
+            try:
+                seen = requests.get(f"http://127.0.0.1:{port}/api/studies", timeout=5).json()
+                break
+            except requests.ConnectionError:
+                time.sleep(0.2)
+        assert [study["study_name"] for study in seen["study_summaries"]] == ["seen"]
+    finally:
+        process.kill()
+        process.wait()
